@@ -22,7 +22,7 @@ from bench.vllm.contenders import BLOCK_SIZE, LAYERWISE, MAX_MODEL_LEN, TOKEN_BY
 from bench.vllm.figures import ratio, spread
 from bench.vllm.fleet import Fleet, fleet
 
-from layerflow.agent.connection.observer import fetch_status
+from layerflow.agent.observer import fetch_status
 from layerflow_cli.output import console, records_table, write_json
 
 DEPTHS = (0, 1, 2, 4)

@@ -25,7 +25,7 @@ from bench.vllm.contenders import (
     lmcache_command,
 )
 
-from layerflow.agent.connection.observer import fetch_status
+from layerflow.agent.observer import fetch_status
 from layerflow_testing.ports import held_ports
 
 HOOK_TIMES = "LAYERFLOW_HOOK_TIMES"

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from layerflow.device import EMULATED_CANN
-from layerflow.findings import Finding, ok, warning
-from layerflow.findings.probes import installed
+from layerflow.findings import Finding, installed, ok, warning
 
 TOOL_PATIENCE_S = 10.0
 _CUDA_BATCHES = 12080  # the first runtime and driver with cudaMemcpyBatchAsync

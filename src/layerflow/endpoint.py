@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from layerflow.errors import ConfigError, SessionError
-from layerflow.system.listening import listener_of, why_not_listening
+from layerflow.system.unix_sockets import listener_of, why_not_listening
 
 # sun_path holds 107 bytes and a zero (unix(7)); the arena's socket lies beside the control socket.
 MAX_IPC_PATH_BYTES = 100

@@ -10,9 +10,9 @@ import pytest
 
 from agent.fake_memcache import HOST, FakePool, FakeStore
 from layerflow.agent.direct import client, lane
-from layerflow.agent.direct.watchdog import Watchdog
+from layerflow.agent.direct.client import Watchdog
 from layerflow.hosts.memcache.setup import MemcacheConnection
-from layerflow.server import behind
+from layerflow.server import terms as behind
 
 
 def workers_join(pool: FakePool, patch: pytest.MonkeyPatch) -> list[FakeStore]:

@@ -12,7 +12,7 @@ import pytest
 
 from layerflow.agent.dispatcher import Dispatcher
 from layerflow.agent.lanes.lanes import Lanes
-from layerflow.agent.lanes.planned import PlannedQueue
+from layerflow.agent.lanes.load import PlannedQueue
 from layerflow.agent.step.step import Step
 from layerflow.wire.messages import Batch
 

@@ -4,8 +4,7 @@ import pytest
 
 from layerflow.agent.costs import DOUBT, LoadPolicy, layer_seconds, work_of
 from layerflow.agent.values import MISS, Hit, StepRequest
-from layerflow.flow.cost.estimators import ComputeModel, attention_pairs
-from layerflow.flow.cost.policy import Mode
+from layerflow.flow.cost import ComputeModel, Mode, attention_pairs
 from layerflow.keys import Chain, root_digest
 from layerflow.observe.trace import Span, StepTrace, figures
 from layerflow.spec import GroupSpec, ModelSpec, Plane

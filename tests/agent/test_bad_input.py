@@ -12,7 +12,7 @@ import torch
 from e2e.known import KnownWorker, eventually, small_spec
 
 from layerflow.agent import Agent, Hit, StepRequest
-from layerflow.agent.step.no_step import NoStep
+from layerflow.agent.step.step import NoStep
 from layerflow.errors import ConfigError, LayerflowError, SessionError, SpecError
 from layerflow.server import EmbeddedServer
 

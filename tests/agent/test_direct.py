@@ -25,8 +25,8 @@ from agent.direct_pool import servers_offer, workers_join
 from agent.fake_memcache import G2L, L2G, FakePool, FakeStore
 from layerflow.agent.direct import client as direct_client
 from layerflow.agent.direct import lane as direct
+from layerflow.agent.direct.client import EXIT_STUCK, Watchdog, end_process
 from layerflow.agent.direct.store import DirectCopier
-from layerflow.agent.direct.watchdog import EXIT_STUCK, Watchdog, end_process
 from layerflow.config.settings import Settings
 from layerflow.errors import DeadlineExceeded, SpecError
 from layerflow.hosts.backend import Unreachable, Unusable, pool_name
@@ -507,7 +507,7 @@ class TestCopiesThatDoNotReturn:
     def test_a_save_beyond_its_lease_ends_the_process(
         self, ended: threading.Event, house: EmbeddedServer, pool: FakePool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("layerflow.hosts.memcache.writing.LEASE_S", 4.0)  # a save has to be begun within it
+        monkeypatch.setattr("layerflow.hosts.memcache.backend.LEASE_S", 4.0)  # a save has to be begun within it
         with KnownWorker(house.endpoint, context=house.context) as worker, stuck_save(worker, pool):
             assert ended.wait(PATIENCE_S), "the room that it writes into will be another's"
 

@@ -9,7 +9,7 @@ import pytest
 from e2e.known import KnownWorker, eventually
 from server.support import Embed, worker_on
 
-from layerflow.agent.connection.link import Link
+from layerflow.agent.link import Link
 from layerflow.errors import ServerLost
 from layerflow.wire.messages import Abort, StatusRequest
 

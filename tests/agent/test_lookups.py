@@ -12,9 +12,9 @@ import pytest
 from e2e.known import eventually, layerflow_threads, small_spec
 from server.support import Embed
 
-from layerflow.agent.connection import control_connection as line
-from layerflow.agent.connection import lookups as lookups_module
-from layerflow.agent.connection.lookups import Inquiry, Lookups
+from layerflow.agent import client as line
+from layerflow.agent import lookups as lookups_module
+from layerflow.agent.lookups import Inquiry, Lookups
 from layerflow.agent.values import MISS, Hit
 from layerflow.config.settings import Settings
 from layerflow.errors import LayerflowError

@@ -15,8 +15,7 @@ from device.streaming import BLOCKS, LAYERS, PATIENCE_S, SIZE, SPEC, WIDTH, Engi
 from e2e.known import eventually
 
 from layerflow import Agent, EmbeddedServer, Settings
-from layerflow.agent import dispatcher
-from layerflow.agent.connection import mapping
+from layerflow.agent import dispatcher, mapping
 from layerflow.device.captures import CaptureGate
 from layerflow.ops.bounced import SLOT_BYTES, SLOTS
 from layerflow.ops.staged import INDEX_ROWS, INDEX_SLOTS

@@ -13,8 +13,8 @@ import pytest
 from e2e.known import POISON, KnownWorker, Run, eventually, small_spec, step_of
 from server.support import Embed, observe, worker_on
 
+from layerflow.agent import link
 from layerflow.agent.agent import Agent
-from layerflow.agent.connection import link
 from layerflow.objects import GENERATION_AT
 from layerflow.server import EmbeddedServer
 from layerflow.spec import Shard
@@ -148,7 +148,7 @@ def test_an_object_that_was_replaced_is_not_begun(embed: Embed, monkeypatch: pyt
             same = bool((self._memory[self._indices] == self.words[1]).all())
             return same or len(looked) == 1  # it was replaced right after it was looked at
 
-        monkeypatch.setattr("layerflow.agent.step.residents.Residents.there", property(_there))
+        monkeypatch.setattr("layerflow.agent.step.loads.Residents.there", property(_there))
 
         tamper(worker, run, 3)
         with worker.agent.open_step([run.request(), other.request()], PATIENCE_S) as step:
@@ -416,7 +416,7 @@ def test_a_forked_pid_is_no_proof() -> None:
     """What is proven is the end of the process that listens, not of one with its number."""
     import socket
 
-    from layerflow.system.peer import has_died, is_here, peer_pidfd
+    from layerflow.system.unix_sockets import has_died, is_here, peer_pidfd
 
     ours, theirs = socket.socketpair()
     assert is_here(ours)

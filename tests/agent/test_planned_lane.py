@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerflow.agent.lanes.planned import LayerShape, PlannedCaps, PlannedLoads, PlannedQueue
+from layerflow.agent.lanes.load import LayerShape, PlannedCaps, PlannedLoads, PlannedQueue
 from layerflow.agent.lanes.task import CopyCaps, CopyTask, EmulatedLink
 from layerflow.agent.step.transfers import CANCELLED
 

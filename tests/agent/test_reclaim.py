@@ -15,8 +15,7 @@ from e2e.known import KnownWorker, Run, eventually, small_spec, step_of
 
 from layerflow.agent import Step
 from layerflow.agent.descriptors import describe_saves, number_blocks
-from layerflow.agent.step.saves import SaveReads
-from layerflow.agent.step.transfers import LOAD, SAVE
+from layerflow.agent.step.transfers import LOAD, SAVE, SaveReads
 from layerflow.agent.values import StepRequest
 from layerflow.errors import SpecError
 from layerflow.keys import Chain

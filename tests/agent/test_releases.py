@@ -11,10 +11,10 @@ import zmq
 from e2e.known import eventually, small_spec
 
 from layerflow.agent import Control, Follow
-from layerflow.agent.connection import releases as module
-from layerflow.agent.connection.handshake import Handshake
-from layerflow.agent.connection.lookups import Lookups
-from layerflow.agent.connection.releases import Releases
+from layerflow.agent import client as module
+from layerflow.agent.client import Releases
+from layerflow.agent.handshake import Handshake
+from layerflow.agent.lookups import Lookups
 from layerflow.config.settings import Settings
 from layerflow.keys import Chain, root_digest
 from layerflow.server import EmbeddedServer

@@ -11,7 +11,7 @@ import pytest
 
 from layerflow.agent.lanes.save import FAST_LAYER_S, WORTH_BYTES, SaveLane
 from layerflow.agent.lanes.task import CopyTask, EmulatedLink
-from layerflow.device.cpu import CpuEvent
+from layerflow.device.base import CpuEvent
 from layerflow.ops.copier import CpuCopier
 from layerflow.ops.streamed import StreamCopier
 

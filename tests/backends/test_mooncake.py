@@ -14,7 +14,7 @@ from mooncake_owner import Owner
 from layerflow.backends import free_ports
 from layerflow.hosts.backend import Unreachable, Unusable
 from layerflow.hosts.mooncake.backend import Mooncake
-from layerflow.hosts.mooncake.setup import load as load_library
+from layerflow.hosts.mooncake.client import load as load_library
 from layerflow.system.memfd import SharedMemory
 from layerflow_testing import (
     ARENA,

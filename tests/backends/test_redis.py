@@ -19,8 +19,8 @@ from redis_server import RedisServer, program
 
 from layerflow.config.settings import Settings
 from layerflow.hosts.backend import ObjectLocation, Unreachable, Unusable, pool_name
+from layerflow.hosts.process import make
 from layerflow.hosts.redis import PLUGIN, Redis, examine
-from layerflow.hosts.registry import make
 from layerflow.system.memfd import SharedMemory
 from layerflow_testing import (
     ARENA,

@@ -220,9 +220,9 @@ def endpoints(tmp_path):
 
 def test_status_over_the_control_socket(monkeypatch, endpoints):
     asked = []
-    observer = types.ModuleType("layerflow.agent.connection.observer")
+    observer = types.ModuleType("layerflow.agent.observer")
     observer.fetch_status = lambda endpoint, timeout_s: asked.append(endpoint) or STATUS
-    monkeypatch.setitem(sys.modules, "layerflow.agent.connection.observer", observer)
+    monkeypatch.setitem(sys.modules, "layerflow.agent.observer", observer)
     monkeypatch.setenv("LAYERFLOW_SERVER__ENDPOINT", endpoints[0])
     assert json.loads(invoke("status", "--json").stdout) == STATUS
     assert json.loads(invoke("status", "--endpoint", endpoints[1], "--json").stdout) == STATUS
@@ -253,10 +253,10 @@ def test_purge(monkeypatch, tmp_path, endpoints, options, reason, code, words):
         def close(self):
             pass
 
-    control = types.ModuleType("layerflow.agent.connection.control")
+    control = types.ModuleType("layerflow.agent.control")
     control.Control = Control
     monkeypatch.setitem(sys.modules, "layerflow.agent", types.ModuleType("layerflow.agent"))
-    monkeypatch.setitem(sys.modules, "layerflow.agent.connection.control", control)
+    monkeypatch.setitem(sys.modules, "layerflow.agent.control", control)
     monkeypatch.setenv("LAYERFLOW_SERVER__ENDPOINT", endpoints[0])
     for form in ([], ["--json"], ["--json", str(tmp_path / "told")]):
         result = invoke("purge", *options, *form)
@@ -361,10 +361,10 @@ def test_what_asks_a_server_needs_no_torch():
     """``status`` and ``purge`` work where only the server is installed, and do not wait for torch where it is."""
     code = (
         "import sys\nsys.modules['torch'] = None\n"
-        "from layerflow.agent.connection.control import Control\n"
+        "from layerflow.agent.control import Control\n"
         "from layerflow_cli.commands.status import endpoint_of\n"
         "assert endpoint_of(None, None).startswith('ipc://')\n"
-        "from layerflow.agent.connection.observer import fetch_status\n"
+        "from layerflow.agent.observer import fetch_status\n"
         "heavy = ('layerflow.device', 'layerflow.flow')\n"
         "sys.exit(','.join(name for name in sys.modules if name.startswith(heavy)) or None)\n"
     )

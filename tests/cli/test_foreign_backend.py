@@ -93,7 +93,7 @@ def test_it_is_what_the_server_starts_and_the_bench_tries(run) -> None:
 from pathlib import Path
 from layerflow.config.settings import Settings
 from layerflow.hosts.environment import environment
-from layerflow.server.behind import tier_of
+from layerflow.server.terms import tier_of
 from layerflow_cli.bench.pool.services import behind
 
 name, options = tier_of(Settings(pool={"backend": "shelf", "shelf": {"board": "ash"}}))

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 from structlog.testing import capture_logs
 
-from layerflow.agent.connection.observer import Observer
+from layerflow.agent.observer import Observer
 from layerflow.config.settings import Settings
 from layerflow.errors import ServerLost
 from layerflow.server import EmbeddedServer

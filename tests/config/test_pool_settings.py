@@ -8,8 +8,8 @@ from layerflow.config.pool import default_pool_bytes
 from layerflow.config.settings import PoolSettings, Settings, live_changes, reference
 from layerflow.errors import ConfigError
 from layerflow.hosts.memcache.setup import MemcacheOptions
-from layerflow.server.behind import direct_options, tier_of
 from layerflow.server.server import Server
+from layerflow.server.terms import direct_options, tier_of
 
 
 def test_flags_environment_file_defaults_in_a_section_inside_a_section(toml, monkeypatch):

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from layerflow.config.foreign import FOREIGN
 from layerflow.config.settings import Settings, reference
+from layerflow.config.sources import FOREIGN
 from layerflow.server.terms import limits_of, terms_of
 from layerflow_cli.commands.config import starter_file
 

@@ -11,16 +11,19 @@ from layerflow.connectors.vllm.pd.conventions.parts import (
     PLAIN,
     Convention,
     DecodePart,
+    HandoffTerms,
     Part,
     PlainPart,
     PrefillPart,
     RefusedPart,
     Sizes,
     Words,
+    first_difference,
+    layout_facts,
+    prompt_digest,
+    terms_in,
 )
 from layerflow.connectors.vllm.pd.conventions.reading import part_of
-from layerflow.connectors.vllm.pd.conventions.terms import HandoffTerms, prompt_digest, terms_in
-from layerflow.connectors.vllm.pd.layouts import first_difference, layout_facts
 from layerflow.connectors.vllm.pd.options import PdOptions, check_policy, parse_pd
 from layerflow.errors import ConfigError, ProtocolError
 from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard

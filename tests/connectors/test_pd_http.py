@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from layerflow.connectors.vllm.pd import http_calls
-from layerflow.connectors.vllm.pd.bootstrap import BootstrapServer
+from layerflow.connectors.vllm.pd import decoding as http_calls
 from layerflow.connectors.vllm.pd.conventions.concurrent import query_answer
-from layerflow.connectors.vllm.pd.http_calls import MOST_ANSWER_BYTES, HttpCall, HttpCalls
+from layerflow.connectors.vllm.pd.decoding import MOST_ANSWER_BYTES, HttpCall, HttpCalls
+from layerflow.connectors.vllm.pd.side import BootstrapServer
 from layerflow.errors import ConfigError
 from layerflow_testing.lossy_relay import HANGS, Loss, LossyRelay
 from layerflow_testing.ports import held_ports

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from layerflow.connectors.vllm.pd import refusal
+from layerflow.connectors.vllm.pd import side as refusal
 
 
 @dataclass(frozen=True)

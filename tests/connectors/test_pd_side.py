@@ -12,11 +12,12 @@ from test_vllm_scheduler import House, fakes
 from vllm_fakes import BLOCK, FULL, output, request
 
 from layerflow.agent.values import Handoff, Hit
-from layerflow.connectors.vllm.pd import decoding, refusal
+from layerflow.connectors.vllm.pd import decoding
+from layerflow.connectors.vllm.pd import side as refusal
 from layerflow.connectors.vllm.pd.conventions import concurrent
 from layerflow.connectors.vllm.pd.options import PdOptions
 from layerflow.connectors.vllm.pd.side import TRUNCATED, HandoffSide
-from layerflow.connectors.vllm.plan.plan import WorkerReport
+from layerflow.connectors.vllm.plan import WorkerReport
 from layerflow.connectors.vllm.scheduler import search
 from layerflow.spec import GroupSpec, Plane
 

@@ -17,7 +17,7 @@ from layerflow.agent.values import READY, Ended, Hit, StepRequest
 from layerflow.connectors.vllm.options import Options
 from layerflow.connectors.vllm.pd.conventions.parts import Convention, PrefillPart
 from layerflow.connectors.vllm.pd.prefilling import PrefillHandoff
-from layerflow.connectors.vllm.plan.plan import StepPlan
+from layerflow.connectors.vllm.plan import StepPlan
 from layerflow.connectors.vllm.scheduler.saves import SavePlanner
 from layerflow.connectors.vllm.worker import worker
 

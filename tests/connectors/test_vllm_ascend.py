@@ -16,8 +16,8 @@ from test_vllm_reset import HIT, TOKENS, World, step, world  # noqa: F401  the f
 from layerflow.agent import Step, StepRequest
 from layerflow.agent.descriptors import describe_loads
 from layerflow.connectors.vllm.layout import _planes
-from layerflow.connectors.vllm.plan.plan import StepPlan
-from layerflow.connectors.vllm.worker.failures import all_failed
+from layerflow.connectors.vllm.plan import StepPlan
+from layerflow.connectors.vllm.worker.outcome import all_failed
 
 
 @pytest.fixture

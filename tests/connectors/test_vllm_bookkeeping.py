@@ -19,11 +19,11 @@ from vllm_fakes import BLOCK, BlockState, FakeLookups, output, request, spec_of
 
 from layerflow.agent.values import READY, Ended, Hit
 from layerflow.connectors.vllm.options import Options
-from layerflow.connectors.vllm.plan.plan import StepPlan, WorkerLayout, WorkerReport
+from layerflow.connectors.vllm.plan import StepPlan, WorkerLayout, WorkerReport
 from layerflow.connectors.vllm.scheduler import scheduler
 from layerflow.connectors.vllm.scheduler.scheduler import SchedulerSide
 from layerflow.connectors.vllm.worker import worker
-from layerflow.flow.cost.policy import Mode
+from layerflow.flow.cost import Mode
 
 RANKS = 2
 PROMPT = 4 * BLOCK

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from layerflow.connectors.vllm.drafts import draft_layers, draft_name, guesses_unseen
+from layerflow.connectors.vllm.layout import draft_layers, draft_name, guesses_unseen
 from layerflow.spec import GroupSpec, Plane
 
 OWN = ["model.layers.0.self_attn.attn", "language_model.model.layers.7.self_attn.attn"]

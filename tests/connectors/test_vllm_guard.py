@@ -15,12 +15,13 @@ from vllm_fakes import BLOCK, FULL, output
 
 from layerflow.agent.values import Hit
 from layerflow.connectors.vllm.guard import _told
-from layerflow.connectors.vllm.pd import decoding, refusal
-from layerflow.connectors.vllm.pd.conventions.terms import MAX_ID
-from layerflow.connectors.vllm.pd.http_calls import MOST_KNOWN, HttpCalls
+from layerflow.connectors.vllm.pd import decoding
+from layerflow.connectors.vllm.pd import side as refusal
+from layerflow.connectors.vllm.pd.conventions.parts import MAX_ID
+from layerflow.connectors.vllm.pd.decoding import MOST_KNOWN, HttpCalls
 from layerflow.connectors.vllm.pd.options import PdOptions
 from layerflow.connectors.vllm.pd.side import HandoffSide
-from layerflow.connectors.vllm.plan.plan import UnkeptLoad
+from layerflow.connectors.vllm.plan import UnkeptLoad
 
 __all__ = ["fakes"]
 

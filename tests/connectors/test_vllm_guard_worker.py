@@ -12,8 +12,7 @@ from test_vllm_landing import BLOCKS, Worker, machine, worker
 
 from layerflow import StepRequest
 from layerflow.agent.descriptors import describe_loads, describe_saves
-from layerflow.connectors.vllm.plan.plan import StepPlan, UnkeptLoad
-from layerflow.connectors.vllm.plan.planned import PlannedSaves
+from layerflow.connectors.vllm.plan import PlannedSaves, StepPlan, UnkeptLoad
 
 __all__ = ["machine", "worker"]
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from layerflow.boxes import HeadAxis
-from layerflow.connectors.vllm import heads
-from layerflow.connectors.vllm.heads import group_axis, wanted_layout
+from layerflow.connectors.vllm import layout as heads
+from layerflow.connectors.vllm.layout import group_axis, wanted_layout
 
 BLOCKS = 5
 

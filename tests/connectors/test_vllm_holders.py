@@ -9,8 +9,8 @@ from vllm_fakes import BLOCK, output
 
 from layerflow.agent.values import Hit
 from layerflow.connectors.vllm.scheduler import scheduler
-from layerflow.connectors.vllm.scheduler.holders import BlockHolders
-from layerflow.flow.cost.policy import Mode
+from layerflow.connectors.vllm.scheduler.requests import BlockHolders
+from layerflow.flow.cost import Mode
 
 __all__ = ["fakes"]
 

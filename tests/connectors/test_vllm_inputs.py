@@ -12,8 +12,8 @@ from test_vllm_scheduler import House, fakes  # noqa: F401  the stand-ins are an
 from vllm_fakes import CHUNK, pieces
 
 from layerflow.agent.values import Hit
-from layerflow.connectors.vllm.identity import inputs
-from layerflow.connectors.vllm.identity.inputs import Inputs
+from layerflow.connectors.vllm.identity import identity as inputs
+from layerflow.connectors.vllm.identity.identity import Inputs
 from layerflow.keys import Media
 
 

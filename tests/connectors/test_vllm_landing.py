@@ -17,7 +17,7 @@ from e2e.known import eventually
 from layerflow import EmbeddedServer, StepRequest
 from layerflow.agent.descriptors import describe_loads
 from layerflow.agent.step.step import Step
-from layerflow.connectors.vllm.plan.plan import StepPlan, WorkerReport
+from layerflow.connectors.vllm.plan import StepPlan, WorkerReport
 from layerflow.connectors.vllm.worker.worker import WorkerSide
 
 NAMES = [f"layer.{layer}" for layer in range(LAYERS)]

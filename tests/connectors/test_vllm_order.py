@@ -21,8 +21,7 @@ from vllm_fakes import spec_of, tracked
 from layerflow import EmbeddedServer, StepRequest
 from layerflow.agent import Step
 from layerflow.agent.descriptors import describe_loads, describe_saves
-from layerflow.connectors.vllm.plan.plan import StepPlan
-from layerflow.connectors.vllm.plan.planned import PlannedSaves
+from layerflow.connectors.vllm.plan import PlannedSaves, StepPlan
 from layerflow.connectors.vllm.scheduler.loads import are_rewritten
 from layerflow.connectors.vllm.worker.order import steps_in_flight
 from layerflow.connectors.vllm.worker.worker import WorkerSide

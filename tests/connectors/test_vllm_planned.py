@@ -8,8 +8,7 @@ import pytest
 from vllm_fakes import BlockState, output, pieces, request, spec_of, tracked
 
 from layerflow.connectors.vllm.options import Options
-from layerflow.connectors.vllm.plan.plan import StepPlan
-from layerflow.connectors.vllm.plan.planned import PlannedSaves
+from layerflow.connectors.vllm.plan import PlannedSaves, StepPlan
 from layerflow.connectors.vllm.scheduler import saves
 
 BLOCKS = [11, 12, 13, 14, 15]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from layerflow.connectors.vllm.plan.plan import WorkerReport
+from layerflow.connectors.vllm.plan import WorkerReport
 from layerflow.connectors.vllm.scheduler.loads import Arrival
 from layerflow.connectors.vllm.scheduler.recovery import take_back
 

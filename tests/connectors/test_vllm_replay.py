@@ -29,12 +29,12 @@ from vllm_fakes import BlockState, FakeInquiry, FakeLookups, output, request
 from layerflow import Agent, EmbeddedServer, GroupSpec, ModelSpec, Plane, Settings, StepRequest
 from layerflow.agent.values import Follow
 from layerflow.connectors.vllm.options import Options
-from layerflow.connectors.vllm.plan.plan import StepPlan, WorkerLayout
+from layerflow.connectors.vllm.plan import StepPlan, WorkerLayout
 from layerflow.connectors.vllm.scheduler import scheduler
 from layerflow.connectors.vllm.scheduler.scheduler import SchedulerSide
 from layerflow.connectors.vllm.worker import worker
 from layerflow.connectors.vllm.worker.worker import WorkerSide
-from layerflow.flow.cost.policy import Mode
+from layerflow.flow.cost import Mode
 from layerflow.keys import Chain
 from layerflow.spec import Shard
 

@@ -10,7 +10,7 @@ from vllm_fakes import BLOCK, CHUNK, FULL, BlockState, decode, output, pieces, r
 
 from layerflow.agent.values import Hit
 from layerflow.connectors.vllm.options import Options
-from layerflow.connectors.vllm.plan.plan import StepPlan
+from layerflow.connectors.vllm.plan import StepPlan
 from layerflow.connectors.vllm.scheduler.requests import Tracked
 from layerflow.connectors.vllm.scheduler.saves import SavePlanner
 from layerflow.spec import GroupSpec, Plane

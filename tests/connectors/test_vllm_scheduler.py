@@ -16,13 +16,12 @@ from vllm_fakes import BLOCK, FULL, FakeLookups, hooked, output, pieces, request
 from layerflow.agent.values import MISS, Hit
 from layerflow.connectors.vllm.options import Options
 from layerflow.connectors.vllm.pd.side import HandoffSide
-from layerflow.connectors.vllm.plan.plan import NOT_NAMED, WorkerLayout, WorkerReport
+from layerflow.connectors.vllm.plan import NOT_NAMED, WorkerLayout, WorkerReport
 from layerflow.connectors.vllm.scheduler import scheduler, search
 from layerflow.connectors.vllm.scheduler.scheduler import SchedulerSide
 from layerflow.content import renewed_content
 from layerflow.errors import SessionError
-from layerflow.flow.cost.estimators import LinkCost
-from layerflow.flow.cost.policy import Mode
+from layerflow.flow.cost import LinkCost, Mode
 from layerflow.keys import root_digest
 from layerflow.spec import GroupSpec, Shard
 

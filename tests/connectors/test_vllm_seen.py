@@ -23,8 +23,7 @@ from vllm_fakes import request, spec_of, tracked
 from layerflow import EmbeddedServer, StepRequest
 from layerflow.agent.descriptors import PartDescriptor, describe_loads, describe_saves
 from layerflow.agent.values import Hit
-from layerflow.connectors.vllm.plan.plan import Asking, StepPlan, WorkerLayout
-from layerflow.connectors.vllm.plan.planned import PlannedSaves
+from layerflow.connectors.vllm.plan import Asking, PlannedSaves, StepPlan, WorkerLayout
 from layerflow.connectors.vllm.scheduler.loads import StepLoads, plan_load
 from layerflow.connectors.vllm.worker import worker
 from layerflow.connectors.vllm.worker.hooks import LayerHooks, forward_pass

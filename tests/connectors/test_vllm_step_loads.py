@@ -12,7 +12,7 @@ from vllm_fakes import BLOCK, FULL, hooked, request, spec_of
 
 from layerflow.agent.hit_plan import HitPlan
 from layerflow.agent.values import Hit
-from layerflow.connectors.vllm.plan.plan import StepPlan, WorkerLayout, WorkerReport
+from layerflow.connectors.vllm.plan import StepPlan, WorkerLayout, WorkerReport
 from layerflow.connectors.vllm.scheduler.loads import StepLoads, plan_load
 from layerflow.connectors.vllm.scheduler.requests import Tracked
 from layerflow.errors import SpecError

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 from e2e.known import KnownWorker, Run
 
-from layerflow.agent.step.no_step import NO_STEP
-from layerflow.connectors.vllm.worker.stored import StoredChunks
+from layerflow.agent.step.step import NO_STEP
+from layerflow.connectors.vllm.worker.outcome import StoredChunks
 from layerflow.server import EmbeddedServer
 
 Embed = Callable[..., EmbeddedServer]

@@ -16,11 +16,11 @@ from vllm_fakes import BlockState, FakeLookups, hooked, output
 
 from layerflow.agent import Step
 from layerflow.connectors.vllm.options import Options
-from layerflow.connectors.vllm.plan.plan import StepPlan, WorkerLayout, WorkerReport
+from layerflow.connectors.vllm.plan import StepPlan, WorkerLayout, WorkerReport
 from layerflow.connectors.vllm.scheduler import scheduler
 from layerflow.connectors.vllm.scheduler.scheduler import SchedulerSide
 from layerflow.connectors.vllm.worker.worker import WorkerSide
-from layerflow.flow.cost.policy import Mode
+from layerflow.flow.cost import Mode
 from layerflow.server import EmbeddedServer
 
 Embed = Callable[..., EmbeddedServer]

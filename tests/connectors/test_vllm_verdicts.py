@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerflow.connectors.vllm.plan.verdicts import LOST_AFTER, RanPlans, Verdicts
+from layerflow.connectors.vllm.plan import LOST_AFTER, RanPlans, Verdicts
 
 DEPTH = 3  # steps that are planned before the output of the first has come
 

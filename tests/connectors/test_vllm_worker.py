@@ -14,7 +14,7 @@ from vllm_fakes import BLOCK, BlockState, output, request, spec_of, tracked
 from layerflow.agent import NoStep
 from layerflow.agent.values import Ended
 from layerflow.connectors.vllm.options import Options
-from layerflow.connectors.vllm.plan.plan import StepPlan
+from layerflow.connectors.vllm.plan import StepPlan
 from layerflow.connectors.vllm.scheduler.saves import SavePlanner
 from layerflow.connectors.vllm.worker import worker
 

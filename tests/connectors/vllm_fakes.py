@@ -12,7 +12,7 @@ import numpy as np
 
 from layerflow.agent.descriptors import PartDescriptor
 from layerflow.agent.values import Follow, Handoff, Hit
-from layerflow.connectors.vllm.plan.plan import Asking
+from layerflow.connectors.vllm.plan import Asking
 from layerflow.connectors.vllm.scheduler.requests import Tracked
 from layerflow.keys import Chain, root_digest
 from layerflow.spec import GroupSpec, ModelSpec, Plane

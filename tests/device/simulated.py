@@ -19,8 +19,7 @@ import numpy as np
 import torch
 
 from layerflow.device import accelerator
-from layerflow.device.accelerator import Accelerator
-from layerflow.device.native import BatchCopied, Int64
+from layerflow.device.accelerator import Accelerator, BatchCopied, Int64
 
 DEVICE = torch.device("cuda", 0)
 POOL = 32  # streams that torch hands out in turn

@@ -12,9 +12,8 @@ import structlog
 import torch
 
 from device.simulated import POOL, Machine, filled
-from layerflow.device.accelerator import Accelerator
+from layerflow.device.accelerator import Accelerator, BatchCopied, CannNative, CudaNative
 from layerflow.device.base import CopyCounts
-from layerflow.device.native import BatchCopied, CannNative, CudaNative
 from layerflow.device.poller import Poller
 from layerflow.errors import InvalidTransition
 from layerflow.ops.base import PinnedPart

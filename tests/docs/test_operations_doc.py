@@ -7,9 +7,9 @@ from pages import ROOT, code, page, rows, sections
 
 from layerflow.config.proxy import ProxySettings
 from layerflow.connectors.vllm.worker.figures import FIGURES
-from layerflow.observe.metrics.metrics import Metrics
-from layerflow.proxy.instances.registry import Registry
-from layerflow.proxy.metrics import ProxyMetrics
+from layerflow.observe.metrics import Metrics
+from layerflow.proxy.context import ProxyMetrics
+from layerflow.proxy.instances import Registry
 from layerflow.wire.rights import NEEDED, Role
 
 TEXT = page("operations.md")

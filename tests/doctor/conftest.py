@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from layerflow.doctor import listening, peers
-from layerflow.findings import probes
+from layerflow import findings as probes
+from layerflow.doctor import checks as listening
+from layerflow.doctor import peers
 
 PATIENCE_S = 60.0
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from layerflow import findings as probes
 from layerflow.config.settings import Settings
 from layerflow.doctor import Finding, Severity, examine_backend
 from layerflow.errors import Unsupported
-from layerflow.findings import probes
 from layerflow.hosts.environment import environment
 from layerflow.system import machine
 

@@ -12,16 +12,21 @@ import pytest
 import structlog
 from e2e.known import PATIENCE_S, eventually
 
-from layerflow.agent.connection.observer import fetch_status
+from layerflow import findings as probes
+from layerflow.agent.observer import fetch_status
 from layerflow.config.settings import Settings
-from layerflow.doctor import Finding, Severity, examine, examine_backend, listening, memory, sharing
+from layerflow.doctor import Finding, Severity, examine, examine_backend
+from layerflow.doctor import checks as listening
+from layerflow.doctor import checks as memory
+from layerflow.doctor import checks as sharing
 from layerflow.errors import ConfigError
-from layerflow.findings import probes
-from layerflow.findings.memory import size_text
+from layerflow.findings import size_text
 from layerflow.hosts.backend import Unreachable, Unusable
 from layerflow.hosts.disk.folder import Folder
 from layerflow.server import EmbeddedServer, Server
-from layerflow.system import machine, numa, peer
+from layerflow.system import machine
+from layerflow.system import machine as numa
+from layerflow.system import unix_sockets as peer
 
 
 def examined(**sections) -> dict[str, Finding]:

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from layerflow.findings import probes
+from layerflow import findings as probes
 from layerflow.system import machine
 
 

@@ -11,7 +11,7 @@ import pytest
 import zmq
 from e2e.known import PATIENCE_S, eventually
 
-from layerflow.agent.connection.observer import fetch_status
+from layerflow.agent.observer import fetch_status
 from layerflow.config.settings import Settings
 from layerflow.doctor import Finding, Severity, peers
 from layerflow.doctor.peers import examine_peers
@@ -101,7 +101,7 @@ def test_links_that_differ_are_told(owner: Owner, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_library_that_is_missing_is_told_and_trust_is_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("layerflow.findings.probes.has_module", lambda name: False)
+    monkeypatch.setattr("layerflow.findings.has_module", lambda name: False)
     settings = Settings(peers={"serve": True, "link": "nixl", "trusted_network": True})
     found = list(examine_peers(settings, None))
     assert problems(found) == ["nixl is not installed"]

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from layerflow.agent.connection.handshake import Handshake, dial, fetch_arena
+from layerflow.agent.handshake import Handshake, dial, fetch_arena
 from layerflow.errors import ProtocolError
 from layerflow.keys import DIGEST_BYTES
 from layerflow.spec import ModelSpec

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from e2e.known import PATIENCE_S
-from layerflow.agent import Control
-from layerflow.agent.connection import control, observer
+from layerflow.agent import Control, control, observer
 
 
 @contextmanager

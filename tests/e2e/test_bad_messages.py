@@ -17,7 +17,7 @@ from e2e.hostile import Hostile, nonsense, valid_messages
 from e2e.known import PATIENCE_S, KnownWorker, eventually, small_spec
 from e2e.rounds import record
 from layerflow.agent import Control
-from layerflow.agent.connection.handshake import Handshake, dial
+from layerflow.agent.handshake import Handshake, dial
 from layerflow.spec import ModelSpec
 from layerflow.wire import codec
 from layerflow.wire import messages as wire

@@ -16,7 +16,7 @@ import zmq
 from wire.zmtp_client import MORE, frame, greeting, ready
 
 from e2e.known import eventually, small_spec
-from layerflow.agent.connection.handshake import Handshake, dial
+from layerflow.agent.handshake import Handshake, dial
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
 from layerflow_cli.bench.harness import ServerProcess

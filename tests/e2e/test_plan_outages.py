@@ -15,8 +15,8 @@ from e2e.fault import SLOW_LINK, Fault
 from e2e.known import KnownWorker, eventually, small_spec, step_of
 from e2e.rounds import record, rounds
 from e2e.stopping import stop
-from layerflow.agent.connection import link
-from layerflow.agent.connection.observer import fetch_status
+from layerflow.agent import link
+from layerflow.agent.observer import fetch_status
 from layerflow_cli.bench.harness import ServerProcess
 
 STEP_TIMEOUT_S = 30.0

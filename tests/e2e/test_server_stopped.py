@@ -13,7 +13,7 @@ from e2e.holding import hold_loads
 from e2e.known import AFTER, KnownWorker, eventually, small_spec, step_of
 from e2e.rounds import rounds
 from e2e.stopping import stop
-from layerflow.agent.connection.observer import fetch_status
+from layerflow.agent.observer import fetch_status
 from layerflow_cli.bench.harness import ServerProcess
 
 LAYERS = 8

@@ -12,7 +12,7 @@ import zmq
 from e2e.children import Child, save_once, tokens_of
 from e2e.known import KnownWorker, eventually, small_spec
 from layerflow.agent import ClientKeys, Control
-from layerflow.agent.connection.handshake import Handshake, dial
+from layerflow.agent.handshake import Handshake, dial
 from layerflow.errors import DeadlineExceeded, RemoteError
 from layerflow.keys import Chain, root_digest
 from layerflow.wire import messages as wire

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from layerflow.flow.commands import Arrived, Call, ObjectsLost, TransferDone, Vacate
-from layerflow.flow.events import Need
-from layerflow.flow.host_events import FetchOpened, Hop
-from layerflow.flow.limits import Limits
+from layerflow.flow.events import FetchOpened, Hop, Limits, Need
 
 CALLS_AHEAD = 3
 

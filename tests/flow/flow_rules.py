@@ -7,13 +7,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from layerflow.flow.commands import ObjectsLost
-from layerflow.flow.events import Direction, FollowLent, FollowLost, FollowMoved
-from layerflow.flow.host_events import (
+from layerflow.flow.events import (
+    Direction,
     FetchAvailable,
     FetchesRevoked,
     FetchFailed,
     FetchLeased,
     FetchOpened,
+    FollowLent,
+    FollowLost,
+    FollowMoved,
     Hop,
     HostLost,
     Item,

@@ -37,16 +37,24 @@ from layerflow.flow.commands import (
 from layerflow.flow.events import (
     BatchDone,
     BatchFailed,
+    CallDone,
     Direction,
     Event,
     FailedRange,
+    FetchAvailable,
+    FetchLeased,
+    FetchOpened,
     FollowLent,
     FollowLost,
     FollowMoved,
     FollowOpened,
     FrontierReached,
+    Hop,
+    HostLost,
+    Item,
     LayersComputed,
     LayerShape,
+    Limits,
     LimitsChanged,
     LoadsFenced,
     LoadsMoved,
@@ -58,18 +66,8 @@ from layerflow.flow.events import (
     StepClosed,
     StepOpened,
     Tick,
-)
-from layerflow.flow.host_events import (
-    CallDone,
-    FetchAvailable,
-    FetchLeased,
-    FetchOpened,
-    Hop,
-    HostLost,
-    Item,
     WriteOpened,
 )
-from layerflow.flow.limits import Limits
 
 LOAD, SAVE = Direction.LOAD, Direction.SAVE
 

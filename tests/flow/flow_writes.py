@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from flow_books import Side, covered
 
 from layerflow.flow.commands import Call, ObjectsLost, TransferDone, WriteBegun, Written
-from layerflow.flow.events import Direction
-from layerflow.flow.host_events import Hop, WriteOpened
+from layerflow.flow.events import Direction, Hop, WriteOpened
 
 if TYPE_CHECKING:
     from flow_world import World

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerflow.flow.commands import LoadsDone, Seal
-from layerflow.flow.events import LimitsChanged, Part, RequestAborted
-from layerflow.flow.graph.cursor import common, joined, touches, without
-from layerflow.flow.limits import Limits
+from layerflow.flow.events import Limits, LimitsChanged, Part, RequestAborted
+from layerflow.flow.graph import common, joined, touches, without
 
 
 def ranges(commands, layer=None, direction=LOAD):

@@ -14,6 +14,7 @@ from layerflow.flow.events import (
     Direction,
     LayersComputed,
     LayerShape,
+    Limits,
     Part,
     RequestAborted,
     SessionLost,
@@ -21,7 +22,6 @@ from layerflow.flow.events import (
     StepClosed,
     StepOpened,
 )
-from layerflow.flow.limits import Limits
 from layerflow_cli.bench.flow import measure
 
 

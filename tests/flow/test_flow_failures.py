@@ -7,6 +7,7 @@ from flow_world import LOAD, SAVE, World, coming, of, submits
 from layerflow.flow.commands import Cancel, Commit, LoadFailed, LoadsDone, Release, Revoke, Seal, StepDone
 from layerflow.flow.events import (
     LayersComputed,
+    Limits,
     LoadsFenced,
     Part,
     RequestAborted,
@@ -15,7 +16,6 @@ from layerflow.flow.events import (
     StepsRevoked,
     Tick,
 )
-from layerflow.flow.limits import Limits
 
 
 def failed(commands):

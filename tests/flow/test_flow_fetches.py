@@ -17,8 +17,13 @@ from layerflow.flow.commands import (
     Vacate,
 )
 from layerflow.flow.events import (
+    FetchLeased,
+    FetchOpened,
     FrontierReached,
+    HostLost,
+    Item,
     LayersComputed,
+    Limits,
     LoadsFenced,
     Need,
     Part,
@@ -27,9 +32,7 @@ from layerflow.flow.events import (
     StepClosed,
     Tick,
 )
-from layerflow.flow.host_events import FetchLeased, FetchOpened, HostLost, Item
 from layerflow.flow.host_lane import CALLS_AHEAD, FIRST_BYTES, MOST_BYTES, QUICK_S, HostLane, Pace
-from layerflow.flow.limits import Limits
 
 
 @pytest.fixture

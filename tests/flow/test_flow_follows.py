@@ -9,13 +9,13 @@ from layerflow.flow.events import (
     FollowLent,
     FollowMoved,
     LayersComputed,
+    Limits,
     Need,
     Part,
     RequestAborted,
     SessionLost,
     StepClosed,
 )
-from layerflow.flow.limits import Limits
 
 P, D = 0, 1
 

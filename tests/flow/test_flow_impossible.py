@@ -9,9 +9,15 @@ from layerflow.errors import InvalidTransition
 from layerflow.flow.commands import StepDone
 from layerflow.flow.events import (
     BatchDone,
+    CallDone,
+    FetchLeased,
+    FetchOpened,
     FrontierReached,
+    Hop,
+    Item,
     LayersComputed,
     LayerShape,
+    Limits,
     Need,
     Part,
     RequestAborted,
@@ -20,8 +26,6 @@ from layerflow.flow.events import (
     StepOpened,
     Tick,
 )
-from layerflow.flow.host_events import CallDone, FetchLeased, FetchOpened, Hop, Item
-from layerflow.flow.limits import Limits
 
 LAYERS = (LayerShape(0, 10), LayerShape(1, 10))
 

@@ -16,13 +16,21 @@ from hypothesis.stateful import initialize, precondition, rule
 from layerflow.errors import InvalidTransition
 from layerflow.flow.events import (
     BatchDone,
+    CallDone,
     Direction,
+    FetchAvailable,
+    FetchFailed,
+    FetchLeased,
+    FetchOpened,
     FollowLent,
     FollowLost,
     FollowMoved,
     FollowOpened,
     FrontierReached,
+    Hop,
+    Item,
     LayersComputed,
+    Limits,
     LimitsChanged,
     LoadsFenced,
     LoadsMoved,
@@ -34,18 +42,8 @@ from layerflow.flow.events import (
     StepOpened,
     StepsRevoked,
     Tick,
-)
-from layerflow.flow.host_events import (
-    CallDone,
-    FetchAvailable,
-    FetchFailed,
-    FetchLeased,
-    FetchOpened,
-    Hop,
-    Item,
     WriteOpened,
 )
-from layerflow.flow.limits import Limits
 
 SHAPES = (
     ((0, 4),) * 4,

@@ -12,13 +12,13 @@ from layerflow.flow.events import (
     FrontierReached,
     LayersComputed,
     LayerShape,
+    Limits,
     LimitsChanged,
     Part,
     SessionOpened,
     StepOpened,
     Tick,
 )
-from layerflow.flow.limits import Limits
 
 
 def test_layers_past_the_prefetch_window_are_granted_with_the_layer_that_opens_their_gate():

@@ -14,8 +14,11 @@ from layerflow.flow.events import (
     Direction,
     Event,
     FailedRange,
+    FetchOpened,
+    Item,
     LayersComputed,
     LayerShape,
+    Limits,
     LoadsFenced,
     LoadsMoved,
     Need,
@@ -27,8 +30,6 @@ from layerflow.flow.events import (
     StepOpened,
     Tick,
 )
-from layerflow.flow.host_events import FetchOpened, Item
-from layerflow.flow.limits import Limits
 
 PARTS = (Part("a", 0, 3), Part("b", 0, 4))
 NBYTES = 7 * 10 * 2

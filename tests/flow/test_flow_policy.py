@@ -6,8 +6,17 @@ import random
 
 import pytest
 
-from layerflow.flow.cost.estimators import ComputeCost, ComputeModel, LinkCost, LinkModel, attention_pairs
-from layerflow.flow.cost.policy import Inputs, Mode, choose, forecast
+from layerflow.flow.cost import (
+    ComputeCost,
+    ComputeModel,
+    Inputs,
+    LinkCost,
+    LinkModel,
+    Mode,
+    attention_pairs,
+    choose,
+    forecast,
+)
 
 SLOW_COMPUTE = ComputeCost(0.0, 1e-6, 1e-10)
 FAST_LINK = LinkCost(10e9, 20e-6)

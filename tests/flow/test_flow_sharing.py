@@ -11,6 +11,7 @@ from layerflow.flow.events import (
     BatchDone,
     LayersComputed,
     LayerShape,
+    Limits,
     LoadsFenced,
     Part,
     RequestAborted,
@@ -19,7 +20,6 @@ from layerflow.flow.events import (
     StepOpened,
     Tick,
 )
-from layerflow.flow.limits import Limits
 
 SMALL = Limits(max_transfer_bytes=100, max_inflight_bytes=200)
 LARGER = Limits(max_transfer_bytes=100, max_inflight_bytes=400)

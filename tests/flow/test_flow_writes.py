@@ -7,9 +7,20 @@ from flow_world import SAVE, World, of, submits
 
 from layerflow.errors import InvalidTransition
 from layerflow.flow.commands import Call, Commit, ObjectsLost, Revoke, TransferDone, WriteBegun, Written
-from layerflow.flow.events import LayersComputed, Part, RequestAborted, SessionLost, StepClosed, StepsRevoked, Tick
-from layerflow.flow.host_events import HostLost, Item, WriteOpened, WritesRevoked
-from layerflow.flow.limits import Limits
+from layerflow.flow.events import (
+    HostLost,
+    Item,
+    LayersComputed,
+    Limits,
+    Part,
+    RequestAborted,
+    SessionLost,
+    StepClosed,
+    StepsRevoked,
+    Tick,
+    WriteOpened,
+    WritesRevoked,
+)
 
 
 def moved(commands):

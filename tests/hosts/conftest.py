@@ -13,7 +13,7 @@ import pytest
 from hosts.answers import Answers
 from hosts.bench import PATIENCE_S, Bench, MakeBench, Seen
 from layerflow.hosts.disk import backend as disk
-from layerflow.hosts.shared import monitor
+from layerflow.hosts.shared import service as monitor
 from layerflow.system.memfd import SharedMemory
 
 TESTS = Path(__file__).resolve().parents[1]

@@ -7,7 +7,7 @@ from typing import Any
 
 from hosts.bench import PATIENCE_S, Thing
 from hosts.fake_backend import NAME
-from layerflow.server.tier.process import HostProcess
+from layerflow.server.tier.host import HostProcess
 from layerflow.system.memfd import SharedMemory
 from layerflow.wire.host_messages import Pong, ToServer, Written
 

@@ -12,13 +12,13 @@ import pytest
 import layerflow
 import layerflow_cli
 from layerflow import backends
+from layerflow import findings as probes
 from layerflow.backends import Plugin, canonical, installed, named
 from layerflow.config.fields import BackendOptions
 from layerflow.config.settings import Settings
 from layerflow.errors import ConfigError, Unsupported
-from layerflow.findings import probes
 from layerflow.hosts.backend import Backend, Unusable
-from layerflow.hosts.registry import make
+from layerflow.hosts.process import make
 
 
 @pytest.mark.parametrize("name", ["disk", "memcache", "mooncake", "redis"])
@@ -48,7 +48,7 @@ def test_an_alias_is_another_name():
 
 def test_a_backend_of_another_package_is_made_by_its_name(monkeypatch, tmp_path):
     theirs = Plugin(backend="layerflow.hosts.disk.backend:Disk", options=BackendOptions)
-    monkeypatch.setattr("layerflow.hosts.registry.installed", lambda: {"theirs": theirs})
+    monkeypatch.setattr("layerflow.hosts.process.installed", lambda: {"theirs": theirs})
     made = make("theirs", {"path": str(tmp_path), "capacity": 1 << 20})
     assert type(made).__name__ == "Disk"
 

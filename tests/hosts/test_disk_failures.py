@@ -14,7 +14,7 @@ import pytest
 from hosts.disk_bench import DiskBench, files, torn
 from layerflow.hosts.backend import Unreachable
 from layerflow.hosts.disk.backend import Disk
-from layerflow.hosts.disk.format import StoredFile
+from layerflow.hosts.disk.folder import StoredFile
 from layerflow_testing import (
     ARENA,
     EXISTS,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from layerflow.hosts.backend import ObjectStatus
-from layerflow.hosts.disk.format import StoredFile
+from layerflow.hosts.disk.folder import StoredFile
 from layerflow.hosts.disk.index import DiskIndex
 
 

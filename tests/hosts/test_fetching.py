@@ -9,8 +9,7 @@ import pytest
 
 from hosts.bench import Bench, MakeBench, Thing
 from layerflow.hosts.backend import ObjectStatus
-from layerflow.hosts.lanes.fetch import FetchLane
-from layerflow.hosts.lanes.lane import OVERRUN_CALLS, SLOWEST_BYTES_PER_S, Patience
+from layerflow.hosts.lanes import OVERRUN_CALLS, SLOWEST_BYTES_PER_S, FetchLane, Patience
 from layerflow.wire.host_messages import EndFetch, Fetch, Fetched, Pull
 from layerflow.wire.packing import pack_u64
 

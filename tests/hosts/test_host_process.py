@@ -21,9 +21,9 @@ from hosts.bench import PATIENCE_S, Thing, key_of
 from hosts.fake_backend import NAME
 from hosts.served import Served, write
 from layerflow.hosts.backend import ObjectStatus
-from layerflow.server.tier import child as host_child
-from layerflow.server.tier import output as host_output
-from layerflow.server.tier import process as host_process
+from layerflow.server.tier import host as host_child
+from layerflow.server.tier import host as host_output
+from layerflow.server.tier import host as host_process
 from layerflow.wire.host_messages import (
     Ask,
     Down,

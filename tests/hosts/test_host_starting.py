@@ -12,8 +12,8 @@ from hosts.bench import PATIENCE_S
 from hosts.served import Served
 from layerflow.errors import Unsupported
 from layerflow.hosts.memcache import environment
-from layerflow.server.tier import process as host_process
-from layerflow.server.tier.process import HostState
+from layerflow.server.tier import host as host_process
+from layerflow.server.tier.host import HostState
 from layerflow.wire.host_messages import EndWrite, Up
 
 pytestmark = pytest.mark.usefixtures("fake_on_path")

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from layerflow.hosts.backend import Unreachable
-from layerflow.hosts.memcache.client.abandonable import AbandonableCaller
+from layerflow.hosts.memcache.client import AbandonableCaller
 
 PATIENCE_S = 30.0
 

@@ -9,8 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from layerflow.hosts.backend import Unreachable
-from layerflow.hosts.memcache.client.abandonable import MAX_GIVEN_UP, MAX_THREADS
-from layerflow.hosts.memcache.client.client import MemcacheClient
+from layerflow.hosts.memcache.client import MAX_GIVEN_UP, MAX_THREADS, MemcacheClient
 
 PATIENCE_S = 30.0
 

@@ -9,8 +9,8 @@ import pytest
 import xxhash
 
 from layerflow.hosts.backend import OK, ObjectLocation, ObjectStatus
-from layerflow.hosts.memcache.client.client import ObjectInfo
-from layerflow.hosts.memcache.writing import MemcacheWriter
+from layerflow.hosts.memcache.backend import MemcacheWriter
+from layerflow.hosts.memcache.client import ObjectInfo
 from layerflow.objects import HEADER_BYTES, pack_header, set_checksum
 from layerflow.system.memfd import SharedMemory
 

@@ -14,13 +14,20 @@ import pytest
 
 from layerflow.hosts.backend import OK, ObjectLocation, ObjectStatus, Unreachable, Unusable
 from layerflow.hosts.mooncake import client
-from layerflow.hosts.mooncake.backend import Mooncake
-from layerflow.hosts.mooncake.client import Master, MooncakeClient, moved, opening, reading, writing
-from layerflow.hosts.mooncake.reading import MooncakeReader
-from layerflow.hosts.mooncake.setup import MooncakeOptions, _limit_waits, load
-from layerflow.hosts.mooncake.warm import added
-from layerflow.hosts.mooncake.writing import MooncakeWriter
-from layerflow.hosts.shared import monitor
+from layerflow.hosts.mooncake.backend import Mooncake, MooncakeReader, MooncakeWriter
+from layerflow.hosts.mooncake.client import (
+    Master,
+    MooncakeClient,
+    MooncakeOptions,
+    _limit_waits,
+    added,
+    load,
+    moved,
+    opening,
+    reading,
+    writing,
+)
+from layerflow.hosts.shared import service as monitor
 from layerflow.system.memfd import SharedMemory
 
 FOREVER = float("inf")

@@ -10,8 +10,7 @@ import pytest
 
 from layerflow.hosts.backend import OK, ObjectLocation, ObjectResult, ObjectStatus, Unreachable
 from layerflow.hosts.shared.client import ClientHandle
-from layerflow.hosts.shared.open_read import OpenRead, StoreReader
-from layerflow.hosts.shared.open_write import FULL, OpenWrite, StoreWriter
+from layerflow.hosts.shared.store import FULL, OpenRead, OpenWrite, StoreReader, StoreWriter
 from layerflow.objects import HEADER_BYTES, get_checksum, pack_header
 from layerflow.system.memfd import SharedMemory
 

@@ -7,7 +7,7 @@ from e2e.known import eventually
 
 from hosts.bench import Bench, MakeBench, Thing
 from layerflow.hosts.backend import ObjectStatus, Unreachable
-from layerflow.hosts.lanes.write import WriteLane
+from layerflow.hosts.lanes import WriteLane
 from layerflow.wire.host_messages import Drop, EndWrite, Push, Write, Written
 from layerflow.wire.packing import pack_u32
 

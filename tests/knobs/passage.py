@@ -17,7 +17,7 @@ from layerflow.agent.values import LoadResult
 from layerflow.flow.commands import Call
 from layerflow.keys import Chain
 from layerflow.server import EmbeddedServer
-from layerflow.server.tier.fetches import Fetches
+from layerflow.server.arrivals import Fetches
 from layerflow.spec import GroupSpec, ModelSpec, Plane
 from layerflow.wire import codec
 from layerflow.wire.host_messages import Fetched

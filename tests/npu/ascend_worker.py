@@ -223,8 +223,8 @@ class AscendWorker:
     def saves(self, name: str, chain: Chain, tables: tuple[np.ndarray, ...], tokens: int) -> Any:
         """What the scheduler's side tells of a request of which so many tokens are computed."""
         plans = (
-            sys.modules["layerflow.connectors.vllm.plan.plan"],
-            sys.modules["layerflow.connectors.vllm.plan.planned"],
+            sys.modules["layerflow.connectors.vllm.plan"],
+            sys.modules["layerflow.connectors.vllm.plan"],
         )
         asked = StepRequest(name, chain, tables, save=(0, tokens), tail=tokens == len(chain))
         parts = describe_saves(self.spec, [asked], True)
@@ -233,6 +233,6 @@ class AscendWorker:
 
     def loads(self, name: str, chain: Chain, tables: tuple[np.ndarray, ...], hit: Hit, *, background: bool) -> Any:
         """The same of a request that loads its hit."""
-        plan = sys.modules["layerflow.connectors.vllm.plan.plan"].StepPlan
+        plan = sys.modules["layerflow.connectors.vllm.plan"].StepPlan
         parts = describe_loads(self.spec, [StepRequest(name, chain, tables, (0, hit.tokens), hit)])
         return plan(background={name: parts}) if background else plan(loads=parts)

@@ -23,7 +23,7 @@ from e2e.stopping import go_on, stop
 from meta_service import MetaService
 
 from layerflow import EmbeddedServer, Settings
-from layerflow.agent.direct.watchdog import EXIT_STUCK
+from layerflow.agent.direct.client import EXIT_STUCK
 from layerflow.hosts.environment import environment
 
 CANN = {"cann_emulator": os.environ["ASCEND_HOME_PATH"]}

@@ -11,10 +11,8 @@ from structlog.testing import capture_logs
 
 import layerflow
 from layerflow.flow import Flow
-from layerflow.flow.events import LayerShape, Part, SessionOpened, StepOpened, Tick
-from layerflow.flow.limits import Limits
-from layerflow.observe.metrics.by_engine import MAX_GONE, MAX_LABEL_CHARS, MAX_PAIRS
-from layerflow.observe.metrics.metrics import MAX_REASON_CHARS, MAX_REASONS, Metrics
+from layerflow.flow.events import LayerShape, Limits, Part, SessionOpened, StepOpened, Tick
+from layerflow.observe.metrics import MAX_GONE, MAX_LABEL_CHARS, MAX_PAIRS, MAX_REASON_CHARS, MAX_REASONS, Metrics
 from layerflow.observe.slow_steps import SlowSteps
 from layerflow.pool.base import PoolStatistics
 from layerflow.wire.messages import Figures

@@ -3,7 +3,7 @@ from __future__ import annotations
 import itertools
 import json
 
-from layerflow.observe import perfetto
+from layerflow.observe import trace as perfetto
 from layerflow.observe.trace import StepTrace
 
 

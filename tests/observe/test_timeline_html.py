@@ -5,8 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from layerflow.observe.timeline.page import render
-from layerflow.observe.timeline.table import mib, ms
+from layerflow.observe.timeline import mib, ms, render
 from layerflow.observe.trace import WHOLE_STEP, StepTrace
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}

@@ -15,7 +15,7 @@ from engines import Engine, EngineFailed, connector
 from legs import SIX_KEYS, concurrently, metaserver
 from scenario import Answer, Terms
 
-from layerflow.agent.connection.observer import fetch_status
+from layerflow.agent.observer import fetch_status
 from layerflow_cli.bench.harness import ServerProcess
 from layerflow_testing.lossy_relay import UNHEARD, Loss, LossyRelay
 

@@ -17,7 +17,7 @@ from comparison import prompt
 from legs import ORDERS
 from servers import ANSWER_S, Program, closing, complete, layerflow_proxy, tokens_of, vllm_server
 
-from layerflow.agent.connection.observer import fetch_status
+from layerflow.agent.observer import fetch_status
 from layerflow_cli.bench.harness import ServerProcess
 from layerflow_testing.hostile_requests import HostileRequest, hostile_requests
 

@@ -15,7 +15,7 @@ from engines import Engine
 from legs import ORDERS, SIX_KEYS
 from servers import BIN, Program, closing, complete, layerflow_proxy, streamed, tokens_of, vllm_router, vllm_server
 
-from layerflow.agent.connection.observer import fetch_status
+from layerflow.agent.observer import fetch_status
 from layerflow_cli.bench.harness import ServerProcess
 from layerflow_testing.ports import held_ports
 from layerflow_testing.stub_engine import Behaviour, StubEngine

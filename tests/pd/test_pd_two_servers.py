@@ -16,7 +16,7 @@ from engines import Engine, connector
 from legs import metaserver, prefill_first
 from scenario import Answer, Terms
 
-from layerflow.agent.connection.observer import fetch_status
+from layerflow.agent.observer import fetch_status
 from layerflow.links import links
 from layerflow_cli.bench.harness import ServerProcess
 

@@ -10,7 +10,7 @@ from e2e.drafted import DRAFT_LAYER, LAYERS, drafted
 from e2e.known import POISON, KnownWorker, Run, eventually
 
 from layerflow.agent import Control, Follow
-from layerflow.agent.connection.lookups import Lookups
+from layerflow.agent.lookups import Lookups
 from peers.conftest import Pair
 
 TOKENS = 75

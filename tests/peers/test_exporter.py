@@ -15,14 +15,12 @@ import pytest
 import structlog
 from e2e.known import eventually
 
-from layerflow.hosts.peer import serving, streams
-from layerflow.hosts.peer.grants import Grants
-from layerflow.hosts.peer.greeting import greeted
-from layerflow.hosts.peer.link import LinkFailed
+from layerflow.hosts.peer import exporter as serving
+from layerflow.hosts.peer import link as streams
+from layerflow.hosts.peer.exporter import MAX_GREETING, MAX_LINKS_OF_READER, Links
+from layerflow.hosts.peer.grants import Grants, RangeSeal
+from layerflow.hosts.peer.link import LinkClosed, LinkFailed, LinkStalled, greeted, receive
 from layerflow.hosts.peer.links.tcp import StreamLender
-from layerflow.hosts.peer.seal import RangeSeal
-from layerflow.hosts.peer.serving import MAX_GREETING, MAX_LINKS_OF_READER, Links
-from layerflow.hosts.peer.streams import LinkClosed, LinkStalled, receive
 from layerflow.objects import HEADER_BYTES, pack_header
 from layerflow.system.memfd import SharedMemory
 from layerflow.wire.host_messages import Extend, Lend

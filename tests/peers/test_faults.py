@@ -14,7 +14,7 @@ import pytest
 from e2e.known import KnownWorker, Run, eventually, small_spec
 from e2e.stopping import go_on, stop, stopped
 
-from layerflow.agent.connection.lookups import Lookups
+from layerflow.agent.lookups import Lookups
 from layerflow.keys import Chain
 from layerflow.links import links
 from layerflow.spec import ModelSpec

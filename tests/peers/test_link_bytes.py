@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from layerflow.hosts.backend import ObjectLocation, ObjectStatus
-from layerflow.hosts.peer.grants import Grants
+from layerflow.hosts.peer.exporter import Links
+from layerflow.hosts.peer.grants import Grants, RangeSeal
 from layerflow.hosts.peer.links.tcp import StreamLender, TcpLink
-from layerflow.hosts.peer.seal import RangeSeal
-from layerflow.hosts.peer.serving import Links
 from layerflow.objects import pack_header
 from layerflow.system.memfd import SharedMemory
 from layerflow.wire.host_messages import Lend

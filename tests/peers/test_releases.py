@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import pytest
 
-from layerflow.server.peers.reading import releases as module
-from layerflow.server.peers.reading.attachment import Attachment
-from layerflow.server.peers.reading.releases import PeerReleases
+from layerflow.server.peers import source as module
+from layerflow.server.peers.attachment import Attachment
+from layerflow.server.peers.source import PeerReleases
 from layerflow.wire.messages import PeerReleaseHandoff
 
 LEASE_S = 30.0

@@ -12,7 +12,7 @@ from e2e.known import eventually
 from e2e.partitions import TOKENS, Rank, everyone, leave
 
 from layerflow.agent import Control, Follow
-from layerflow.agent.connection.lookups import Inquiry, Lookups
+from layerflow.agent.lookups import Inquiry, Lookups
 from layerflow.agent.values import Hit
 from layerflow_cli.bench.harness import ServerProcess
 

@@ -11,12 +11,20 @@ import numpy as np
 import pytest
 
 from layerflow.hosts.backend import ObjectLocation, ObjectStatus
+from layerflow.hosts.peer import windowed as reading
+from layerflow.hosts.peer.exporter import Links
 from layerflow.hosts.peer.grants import Grants
-from layerflow.hosts.peer.serving import Links
-from layerflow.hosts.peer.windowed import reading
-from layerflow.hosts.peer.windowed.lending import SECTIONS, TURN_BYTES, WindowLender
-from layerflow.hosts.peer.windowed.plane import DataPlane, Hanging, LinkFailed, PlaneRead, Window
-from layerflow.hosts.peer.windowed.reading import WindowedLink
+from layerflow.hosts.peer.windowed import (
+    SECTIONS,
+    TURN_BYTES,
+    DataPlane,
+    Hanging,
+    LinkFailed,
+    PlaneRead,
+    Window,
+    WindowedLink,
+    WindowLender,
+)
 from layerflow.objects import HEADER_BYTES, pack_header
 from layerflow.system.memfd import SharedMemory
 from layerflow.wire.host_messages import Lend

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import sys
 
-from layerflow.pool.offsets import ByOffset
+from layerflow.pool.slots import ByOffset
 
 
 def test_things_are_found_where_they_were_put_up_to_the_arenas_end():

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerflow.errors import PoolError
-from layerflow.pool.runs import FreeRuns
-from layerflow.pool.slots import Slots
+from layerflow.pool.slots import FreeRuns, Slots
 
 MIB = 1 << 20
 

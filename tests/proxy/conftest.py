@@ -2,7 +2,7 @@
 
 import pytest
 
-from layerflow.proxy.legs import usage
+from layerflow.proxy import legs as usage
 
 
 @pytest.fixture

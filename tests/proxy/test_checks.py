@@ -3,8 +3,8 @@
 import pytest
 
 from layerflow.errors import UpstreamError
-from layerflow.proxy.legs.checks import StreamCheck, whole_answer
-from layerflow.proxy.sse import make_event
+from layerflow.proxy.answers import make_event
+from layerflow.proxy.legs import StreamCheck, whole_answer
 
 
 def event(text: str):

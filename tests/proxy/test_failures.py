@@ -12,9 +12,8 @@ import pytest
 from layerflow.config.proxy import InstanceAddress, ProxySettings
 from layerflow.proxy import serve
 from layerflow.proxy.context import make_context
-from layerflow.proxy.instances.instance import Instance, Role
-from layerflow.proxy.legs.decode import DecodeCall, decode
-from layerflow.proxy.legs.usage import PrefillUsage
+from layerflow.proxy.instances import Instance, Role
+from layerflow.proxy.legs import DecodeCall, PrefillUsage, decode
 from layerflow_testing.stub_engine import Behaviour, StubEngine
 
 from .scene import GONE, ORDERS, at, ended, events_of, numbered, proxied, said

@@ -11,9 +11,8 @@ import pytest
 
 from layerflow.errors import ProxyError
 from layerflow.proxy import hosts
-from layerflow.proxy.body import parse_body
 from layerflow.proxy.metaserver import DecodeRequest, Metaserver, read_posted
-from layerflow.proxy.request import ClientRequest
+from layerflow.proxy.request import ClientRequest, parse_body
 from layerflow_testing.stub_engine import Behaviour, StubEngine
 
 from .scene import CHAT, COMPLETIONS, at, ended, proxied, settled

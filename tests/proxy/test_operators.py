@@ -10,8 +10,7 @@ import pytest
 
 from layerflow.config.proxy import ProxySettings
 from layerflow.errors import ConfigError
-from layerflow.proxy.admin_socket import admin_socket_path
-from layerflow.proxy.serve import serve_proxy
+from layerflow.proxy.serve import admin_socket_path, serve_proxy
 from layerflow_testing.stub_engine import Behaviour, StubEngine
 
 from .scene import GONE, OPERATOR, ORDERS, TOKEN, at, numbered, proxied, said, settled

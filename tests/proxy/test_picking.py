@@ -7,12 +7,17 @@ import pytest
 
 from layerflow.config.proxy import InstanceAddress, ProxySettings, instance_addresses
 from layerflow.errors import ProxyError, UpstreamError
-from layerflow.proxy.body import Body
-from layerflow.proxy.instances.affinity import BLOCK_BYTES, MAX_HOLDERS, digests, prompt_bytes
-from layerflow.proxy.instances.breaker import Breaker, BreakerState
-from layerflow.proxy.instances.instance import Role
-from layerflow.proxy.instances.registry import Registry
-from layerflow.proxy.request import CHAT, COMPLETIONS, only_prompt, read_request
+from layerflow.proxy.instances import (
+    BLOCK_BYTES,
+    MAX_HOLDERS,
+    Breaker,
+    BreakerState,
+    Registry,
+    Role,
+    digests,
+    prompt_bytes,
+)
+from layerflow.proxy.request import CHAT, COMPLETIONS, Body, only_prompt, read_request
 
 
 class Clock:

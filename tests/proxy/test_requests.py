@@ -9,11 +9,9 @@ import pytest
 
 from layerflow.config.proxy import InstanceAddress, ProxySettings
 from layerflow.errors import ProxyError, UpstreamError
-from layerflow.proxy.body import parse_body
-from layerflow.proxy.instances.instance import Instance, Role
-from layerflow.proxy.instances.probes import sleep_on_time
-from layerflow.proxy.legs.call import post
-from layerflow.proxy.request import CHAT, COMPLETIONS, prompts_in, read_request
+from layerflow.proxy.instances import Instance, Role, sleep_on_time
+from layerflow.proxy.legs import post
+from layerflow.proxy.request import CHAT, COMPLETIONS, parse_body, prompts_in, read_request
 from layerflow_testing.stub_engine import Behaviour, StubEngine
 
 from .raw_engine import RawEngine, raw_answer

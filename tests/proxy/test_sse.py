@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerflow.errors import UpstreamError
-from layerflow.proxy.sse import DONE, Event, EventParser, make_event
+from layerflow.proxy.answers import DONE, Event, EventParser, make_event
 
 LINES = st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), max_size=20)
 

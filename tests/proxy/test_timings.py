@@ -1,6 +1,6 @@
 """Short prompts go the way that was measured to be quicker."""
 
-from layerflow.proxy.timings import ShortPrompts, TokenEstimate, Way
+from layerflow.proxy.context import ShortPrompts, TokenEstimate, Way
 
 
 def ways(short: ShortPrompts, tokens: int, count: int) -> list[Way]:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import zmq
 
-from layerflow.agent.connection.handshake import Handshake, dial
+from layerflow.agent.handshake import Handshake, dial
 from layerflow.server import EmbeddedServer
 from layerflow.spec import ModelSpec
 from layerflow.wire import codec

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from layerflow.server.clients import account
-from layerflow.server.clients.account import ENTRY_BYTES, Accounts, Allowance, Refused
+from layerflow.server import account
+from layerflow.server.account import ENTRY_BYTES, Accounts, Allowance, Refused
 
 SHARE, TOTAL = 10 * ENTRY_BYTES, 16 * ENTRY_BYTES
 

@@ -13,7 +13,7 @@ from e2e.known import KnownWorker, eventually, small_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerflow.agent.connection.control_connection import PresenceView, hit_of, lookup_of
+from layerflow.agent.client import PresenceView, hit_of, lookup_of
 from layerflow.agent.descriptors import describe_loads
 from layerflow.agent.values import StepRequest
 from layerflow.errors import SpecError

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from layerflow.config.settings import Settings
-from layerflow.server.clients import clients as clients_module
-from layerflow.server.clients.account import Accounts, Allowance
-from layerflow.server.clients.clients import IDLE_S, MAX_GREETED, Clients
-from layerflow.server.clients.sessions import LOCAL, ClientSession, Sessions
+from layerflow.server import clients as clients_module
+from layerflow.server.account import Accounts, Allowance
+from layerflow.server.clients import IDLE_S, LOCAL, MAX_GREETED, Clients, ClientSession, Sessions
 from layerflow.wire import codec
 
 

@@ -17,7 +17,7 @@ import zmq
 from e2e.known import eventually, small_spec
 from wire.zmtp_client import frame, greeting, ready
 
-from layerflow.agent.connection.handshake import Handshake, dial, fetch_arena
+from layerflow.agent.handshake import Handshake, dial, fetch_arena
 from layerflow.errors import ConfigError, LayerflowError
 from layerflow.system import descriptors
 from layerflow.wire import codec

@@ -12,12 +12,13 @@ import pytest
 from e2e.known import eventually, small_spec
 from hosts.fake_backend import NAME
 
-from layerflow.agent.connection.handshake import Handshake, dial, fetch_arena
+from layerflow.agent.handshake import Handshake, dial, fetch_arena
 from layerflow.config.settings import Settings
 from layerflow.errors import RemoteError
 from layerflow.flow.events import Direction
 from layerflow.places import NOWHERE
-from layerflow.server import EmbeddedServer, behind
+from layerflow.server import EmbeddedServer
+from layerflow.server import terms as behind
 from layerflow.wire import messages as wire
 from layerflow.wire.packing import pack_u32, unpack_u32, unpack_u64
 

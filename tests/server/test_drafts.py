@@ -12,7 +12,7 @@ from e2e.known import PATIENCE_S, POISON, KnownWorker, Run, eventually, step_of
 from msgspec.structs import replace
 
 from layerflow.agent import Control, Follow
-from layerflow.agent.connection.lookups import Lookups
+from layerflow.agent.lookups import Lookups
 from layerflow.keys import Chain
 from layerflow.server.embedded import EmbeddedServer
 from layerflow.spec import ModelSpec

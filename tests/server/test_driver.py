@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from layerflow.flow.events import BatchDone, FrontierReached, LayerShape, Part, SessionOpened, StepOpened
-from layerflow.flow.limits import Limits
-from layerflow.observe.metrics.metrics import Metrics
+from layerflow.flow.events import BatchDone, FrontierReached, LayerShape, Limits, Part, SessionOpened, StepOpened
+from layerflow.observe.metrics import Metrics
 from layerflow.server.driver import FIRST_BATCHES, Driver
 from layerflow.wire.messages import Grant, Message
 

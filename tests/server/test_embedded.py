@@ -14,7 +14,7 @@ from layerflow.agent import Control
 from layerflow.config.settings import Settings
 from layerflow.errors import DeadlineExceeded, LayerflowError
 from layerflow.server import EmbeddedServer
-from layerflow.server.tier import process
+from layerflow.server.tier import host as process
 from layerflow.spec import Shard
 from server.support import Embed, observe, worker_on
 

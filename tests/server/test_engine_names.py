@@ -14,8 +14,8 @@ from layerflow.agent import Control
 from layerflow.config.settings import Settings
 from layerflow.keys import Chain
 from layerflow.server import EmbeddedServer
-from layerflow.server.clients.account import Accounts, Allowance
-from layerflow.server.clients.sessions import LOCAL, REMOTE, Sessions
+from layerflow.server.account import Accounts, Allowance
+from layerflow.server.clients import LOCAL, REMOTE, Sessions
 from layerflow.wire.rights import parse_rights
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from e2e.known import eventually, small_spec
 
-from layerflow.agent.connection.handshake import Handshake, dial, fetch_arena, fetch_presence
+from layerflow.agent.handshake import Handshake, dial, fetch_arena, fetch_presence
 from layerflow.errors import RemoteError, ServerLost, Unsupported
 from layerflow.pool.memory import MemoryPool
 from layerflow.server import EmbeddedServer
-from layerflow.server.clients import clients as clients_module
+from layerflow.server import clients as clients_module
 from layerflow.server.transport import fd_server as fd_server_module
 from layerflow.system.memfd import SharedMemory
 from layerflow.wire.messages import Attach, Bye, Missed, Welcome

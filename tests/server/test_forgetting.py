@@ -16,7 +16,7 @@ from layerflow.agent import Control
 from layerflow.agent.agent import REPLACED
 from layerflow.errors import SpecError
 from layerflow.server import EmbeddedServer
-from layerflow.server import behind as behind_arena
+from layerflow.server import terms as behind_arena
 from server.support import Embed, observe, worker_on
 
 TESTS = Path(__file__).resolve().parents[1]

@@ -12,8 +12,7 @@ from layerflow.pool.base import NewObject
 from layerflow.pool.memory import MemoryPool
 from layerflow.server.handlers.following import HandoffLookup
 from layerflow.server.handoffs import registry
-from layerflow.server.handoffs.contents import OBJECTS_PER_SLICE
-from layerflow.server.handoffs.handoff import HandoffStatus
+from layerflow.server.handoffs.handoff import OBJECTS_PER_SLICE, HandoffStatus
 from layerflow.server.handoffs.registry import Handoffs
 from layerflow.system.memfd import SharedMemory
 

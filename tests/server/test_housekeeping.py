@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerflow.pool.base import Pool
-from layerflow.server.handoffs.follows import ALLOWED_S, Follows
-from layerflow.server.housekeeping import MOST_BEHIND_S, PERIOD_S, LeaseClock
+from layerflow.server.arrivals import ALLOWED_S, Follows
+from layerflow.server.server import MOST_BEHIND_S, PERIOD_S, LeaseClock
 from server.support import Embed
 
 LEASE_S = 10.0

@@ -12,9 +12,9 @@ from e2e.hostile import U32, Hostile
 from e2e.known import eventually, small_spec
 
 from layerflow.server import EmbeddedServer
-from layerflow.server.clients.account import ENTRY_BYTES
+from layerflow.server.account import ENTRY_BYTES
 from layerflow.server.handlers.handoffs import open_handoff
-from layerflow.server.lookup.plans import MOST_UNUSED
+from layerflow.server.plans import MOST_UNUSED
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
 from server.raw import RawClient
@@ -165,7 +165,7 @@ def test_a_hand_off_of_more_than_its_share_is_refused_before_any_object_is_made(
     server = embed()
     worker = worker_on(server, spec=SPEC, engine="raw")
     client = client_of(server)
-    monkeypatch.setattr("layerflow.server.handoffs.contents.NewObject", None)  # making one would raise
+    monkeypatch.setattr("layerflow.server.handoffs.handoff.NewObject", None)  # making one would raise
     chunks = 20_000
     tokens = chunks * SPEC.chunk_tokens
     client.say(wire.OpenHandoff(1, "h", bytes(16), os.urandom(16 * chunks), tokens, b"", 0, 60_000))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerflow.agent.connection.control_connection import MOST_LOOKS, PresenceView, hit_of
+from layerflow.agent.client import MOST_LOOKS, PresenceView, hit_of
 from layerflow.agent.values import Hit
 from layerflow.hits import MAX_TAILS, SLICE_KEYS, HitLength, Tail, find_hit
 from layerflow.keys import Chain, object_key, object_keys
@@ -18,7 +18,7 @@ from layerflow.objects import object_bytes
 from layerflow.pool.base import NewObject
 from layerflow.pool.memory import MemoryPool
 from layerflow.presence import PresenceWriter
-from layerflow.server.lookup.lookup import hit_keys
+from layerflow.server.search import hit_keys
 from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
 from server.support import Memory
 

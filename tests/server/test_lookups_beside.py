@@ -11,10 +11,10 @@ import pytest
 from e2e.known import KnownWorker, eventually
 
 from layerflow.agent import Hit
-from layerflow.agent.connection.lookups import Lookups
+from layerflow.agent.lookups import Lookups
 from layerflow.keys import Chain
 from layerflow.server import EmbeddedServer
-from layerflow.server.clients import turns
+from layerflow.server import clients as turns
 from layerflow.server.handlers.forget import reset_engine
 from server.support import Embed, worker_on
 

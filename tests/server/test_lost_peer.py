@@ -9,10 +9,10 @@ from typing import Any, cast
 
 from layerflow.flow.events import Event, FetchFailed
 from layerflow.pool.base import NewObject
-from layerflow.server.peers.reading.attachment import Attachment
-from layerflow.server.peers.reading.offers import Offers, RemoteLease
-from layerflow.server.peers.reading.source import PeerSource
-from layerflow.server.tier.fetches import Fetches
+from layerflow.server.arrivals import Fetches
+from layerflow.server.peers.attachment import Attachment
+from layerflow.server.peers.questions import Offers, RemoteLease
+from layerflow.server.peers.source import PeerSource
 
 FETCHES = (3, 4, 5)
 

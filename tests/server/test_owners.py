@@ -13,9 +13,9 @@ from e2e.known import eventually, small_spec
 
 from layerflow.config.peers import MAX_ATTACHED
 from layerflow.server import EmbeddedServer
+from layerflow.server.peers import handoffs as reading
 from layerflow.server.peers import peers as peers_module
-from layerflow.server.peers.reading import handoffs as reading
-from layerflow.server.peers.reading.attachment import Attachment
+from layerflow.server.peers.attachment import Attachment
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
 from layerflow.wire.packing import pack_u32, pack_u64

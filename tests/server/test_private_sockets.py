@@ -14,7 +14,7 @@ import pytest
 from layerflow.config.settings import ServerSettings, make_private_directory
 from layerflow.errors import ConfigError
 from layerflow.server import EmbeddedServer, server
-from layerflow.system.listening import listen_privately
+from layerflow.system.unix_sockets import listen_privately
 from server.support import Embed
 
 

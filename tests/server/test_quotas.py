@@ -13,7 +13,7 @@ from e2e.hostile import DIGEST, U32, Hostile
 from e2e.known import PATIENCE_S, KnownWorker, eventually, small_spec
 
 from layerflow.agent import Control
-from layerflow.agent.connection.handshake import Handshake, dial
+from layerflow.agent.handshake import Handshake, dial
 from layerflow.errors import DeadlineExceeded
 from layerflow.server import EmbeddedServer
 from layerflow.wire import codec

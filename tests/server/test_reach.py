@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerflow.agent.connection.control_connection import hit_of as hit_of_prompt
-from layerflow.agent.connection.control_connection import lookup_of
+from layerflow.agent.client import hit_of as hit_of_prompt
+from layerflow.agent.client import lookup_of
 from layerflow.config.settings import PoolSettings
 from layerflow.hits import BlockDigests, find_hit
 from layerflow.keys import Chain, object_key
 from layerflow.pool.arena import Arena as PoolArena
 from layerflow.pool.base import Child, Tail
+from layerflow.pool.chunk_index import SharedBlocks
 from layerflow.pool.memory import MemoryPool
-from layerflow.pool.sharing import SharedBlocks
-from layerflow.server.lookup.lookup import FEW_CHUNKS, TieredLookup, ask_tier
+from layerflow.server.search import FEW_CHUNKS, TieredLookup, ask_tier
 from layerflow.server.tier import tier as real
 from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
 from layerflow.wire.host_messages import Ask, Present

@@ -14,9 +14,9 @@ from e2e.known import PATIENCE_S, eventually, small_spec
 from layerflow.errors import PoolError
 from layerflow.keys import object_key
 from layerflow.server import EmbeddedServer
-from layerflow.server.clients.sessions import ClientSession
+from layerflow.server.clients import ClientSession
 from layerflow.server.handlers.messages import Handlers
-from layerflow.server.peers.lending import lending
+from layerflow.server.peers import lending
 from layerflow.system import numbers
 from layerflow.wire import codec
 from layerflow.wire import messages as wire

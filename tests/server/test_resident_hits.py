@@ -15,7 +15,7 @@ from e2e.stopping import stopped
 from msgspec.structs import replace
 
 from layerflow.agent import Control
-from layerflow.agent.connection.lookups import Lookups
+from layerflow.agent.lookups import Lookups
 from layerflow.keys import Chain, object_key
 from layerflow.server import EmbeddedServer
 from layerflow.spec import GroupSpec, ModelSpec, Shard

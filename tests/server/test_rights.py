@@ -12,7 +12,7 @@ import zmq
 from e2e.known import PATIENCE_S, KnownWorker, eventually, small_spec
 from structlog.testing import capture_logs
 
-from layerflow.agent.connection.handshake import ClientKeys, Handshake, dial
+from layerflow.agent.handshake import ClientKeys, Handshake, dial
 from layerflow.errors import ConfigError, RemoteError
 from layerflow.keys import Chain, root_digest
 from layerflow.server import EmbeddedServer

@@ -10,7 +10,8 @@ import pytest
 from e2e.known import eventually, small_spec
 from hosts.fake_backend import NAME
 
-from layerflow.server import EmbeddedServer, behind
+from layerflow.server import EmbeddedServer
+from layerflow.server import terms as behind
 from server.support import Embed, observe, worker_on
 
 CHUNKS, CHUNK = 8, 16

@@ -27,8 +27,11 @@ from layerflow.flow.commands import Written as WrittenCommand
 from layerflow.flow.events import (
     BatchDone,
     Event,
+    Hop,
+    HostLost,
     LayersComputed,
     LayerShape,
+    Limits,
     LoadsFenced,
     Need,
     Part,
@@ -38,15 +41,13 @@ from layerflow.flow.events import (
     StepClosed,
     StepOpened,
 )
-from layerflow.flow.host_events import Hop, HostLost
-from layerflow.flow.limits import Limits
 from layerflow.hosts.backend import ObjectStatus
 from layerflow.keys import KEY_BYTES
 from layerflow.objects import HEADER_BYTES
 from layerflow.pool.arena import Arena
 from layerflow.pool.base import NewObject
 from layerflow.pool.memory import MemoryPool
-from layerflow.server.tier.fetches import Fetches
+from layerflow.server.arrivals import Fetches
 from layerflow.server.tier.writes import Writes
 from layerflow.wire.host_messages import (
     Drop,

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from layerflow.server.clients import turns
-from layerflow.server.clients.account import Account, Accounts, Allowance, Refused
-from layerflow.server.clients.turns import MAX_WAITING, Turns, Work
+from layerflow.server import clients as turns
+from layerflow.server.account import Account, Accounts, Allowance, Refused
+from layerflow.server.clients import MAX_WAITING, Turns, Work
 
 
 def work(log: list[str], name: str, slices: int) -> Work:

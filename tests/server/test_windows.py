@@ -7,7 +7,7 @@ import os
 import pytest
 from e2e.known import eventually
 
-from layerflow.agent.connection.handshake import fetch_arena
+from layerflow.agent.handshake import fetch_arena
 from layerflow.server import server as server_module
 from layerflow.server.terms import sharers
 from layerflow.wire.messages import Message, Terms

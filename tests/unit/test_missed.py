@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from layerflow.server.planner import saves
-from layerflow.server.planner.saves import MissedTurns
+from layerflow.server import planner as saves
+from layerflow.server.planner import MissedTurns
 
 
 def test_the_oldest_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ import pytest
 from layerflow import Settings
 from layerflow.errors import ConfigError, Unsupported
 from layerflow.pool.arena import Arena
+from layerflow.system.machine import device_nodes, memory_nodes, place, placement
 from layerflow.system.memfd import SharedMemory
-from layerflow.system.numa import device_nodes, memory_nodes, place, placement
 
 GPU, DISPLAY, NPU = ("0x10de", "0x030200"), ("0x10de", "0x030000"), ("0x19e5", "0x120000")
 

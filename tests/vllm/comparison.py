@@ -12,7 +12,7 @@ from typing import Any
 from engines import Engine
 from scenario import Prompt
 
-from layerflow.agent.connection.observer import fetch_status
+from layerflow.agent.observer import fetch_status
 from layerflow_cli.bench.harness import ServerProcess
 
 ANSWER_S = 30.0

@@ -333,8 +333,8 @@ class Scenario:
 
 def _be_patient() -> None:
     """What comes late is a miss, be it an answer, a connection or the digest of the weights; tests have the time."""
-    from layerflow.agent.connection.control import Control
-    from layerflow.agent.connection.lookups import Lookups
+    from layerflow.agent.control import Control
+    from layerflow.agent.lookups import Lookups
     from layerflow.connectors.vllm import connector
     from layerflow.connectors.vllm.scheduler import scheduler
 

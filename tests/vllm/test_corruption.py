@@ -15,7 +15,7 @@ import zmq
 from comparison import MAX_TOKENS, prompt, settled
 from engines import Engine, connector
 
-from layerflow.agent.connection.handshake import Handshake, dial, fetch_arena
+from layerflow.agent.handshake import Handshake, dial, fetch_arena
 from layerflow.objects import HEADER_BYTES, MAGIC
 from layerflow_cli.bench.harness import ServerProcess
 

@@ -9,7 +9,7 @@ import pytest
 from comparison import MAX_TOKENS, prompt, settled
 from engines import Engine, EngineFailed, connector
 
-from layerflow.agent.connection.observer import fetch_status
+from layerflow.agent.observer import fetch_status
 from layerflow_cli.bench.harness import ServerProcess
 
 CHUNK, TOKENS = 64, 300

@@ -8,7 +8,7 @@ import pytest
 from comparison import MAX_TOKENS, prompt, settled
 from engines import VERSION, Engine, connector
 
-from layerflow.agent.connection.observer import fetch_status
+from layerflow.agent.observer import fetch_status
 from layerflow_cli.bench.harness import ServerProcess
 
 CHUNK, TOKENS, LONG = 64, 300, 1900

@@ -16,7 +16,7 @@ from e2e.stopping import go_on, stop
 from engines import Engine, connector, loads_groups
 from test_faults import SLOW, loading
 
-from layerflow.agent.connection.observer import fetch_status
+from layerflow.agent.observer import fetch_status
 from layerflow_cli.bench.harness import ServerProcess
 
 CHUNK = 64

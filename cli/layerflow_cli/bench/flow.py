@@ -23,12 +23,12 @@ from layerflow.flow.events import (
     FrontierReached,
     LayersComputed,
     LayerShape,
+    Limits,
     Part,
     SessionOpened,
     StepClosed,
     StepOpened,
 )
-from layerflow.flow.limits import Limits
 from layerflow_cli.output import records_table, tables
 
 BLOCK_BYTES = 64 << 10

@@ -103,8 +103,8 @@ def config(
 
 def markdown(rows: list[ReferenceRow]) -> str:
     """The text of ``docs/configuration.md``."""
-    from layerflow.config.foreign import FOREIGN  # noqa: PLC0415
     from layerflow.config.settings import ALIASES  # noqa: PLC0415
+    from layerflow.config.sources import FOREIGN  # noqa: PLC0415
 
     parts = [_PREFACE]
     for section, group in groupby(rows, key=lambda row: row.key.rpartition(".")[0]):

@@ -68,7 +68,7 @@ def _confirm(where: str) -> None:
 
 
 def _purge(endpoint: str, tier: bool) -> dict[str, Any]:
-    from layerflow.agent.connection.control import Control  # noqa: PLC0415 - pulls zmq in
+    from layerflow.agent.control import Control  # noqa: PLC0415 - pulls zmq in
 
     check_listened(endpoint)
     control = Control(endpoint, engine="purge")

@@ -56,7 +56,7 @@ def asking(where: str, *, over_http: bool) -> Iterator[Callable[[], dict[str, An
     if over_http:
         yield lambda: fetch_http(where)
         return
-    from layerflow.agent.connection.observer import Observer  # noqa: PLC0415 - pulls zmq in
+    from layerflow.agent.observer import Observer  # noqa: PLC0415 - pulls zmq in
 
     check_listened(where)
     with Observer(where) as observer:
@@ -122,7 +122,7 @@ def fetch_http(url: str) -> dict[str, Any]:
 
 
 def _fetch_control(endpoint: str) -> dict[str, Any]:
-    from layerflow.agent.connection.observer import fetch_status  # noqa: PLC0415 - pulls zmq in
+    from layerflow.agent.observer import fetch_status  # noqa: PLC0415 - pulls zmq in
 
     check_listened(endpoint)
     return fetch_status(endpoint, TIMEOUT_S)

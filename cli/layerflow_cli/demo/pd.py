@@ -26,9 +26,9 @@ from layerflow.engine.glue import attach
 from layerflow.engine.handoff import DecodeConnection, PrefillConnection
 from layerflow.errors import ConfigError, LayerflowError
 from layerflow.observe.logs import configure as configure_logs
-from layerflow.observe.perfetto import render as render_perfetto
-from layerflow.observe.timeline.page import render as render_timeline
+from layerflow.observe.timeline import render as render_timeline
 from layerflow.observe.trace import StepTrace
+from layerflow.observe.trace import render as render_perfetto
 from layerflow_cli.bench.harness import serving
 from layerflow_cli.demo.checks import wrong_bytes
 from layerflow_cli.demo.engines import KvBytes, answer, spoil

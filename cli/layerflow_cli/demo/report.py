@@ -15,8 +15,8 @@ from rich.table import Table
 
 from layerflow.device import is_emulated
 from layerflow.errors import ConfigError
-from layerflow.observe.perfetto import render as render_perfetto
-from layerflow.observe.timeline.page import render as render_timeline
+from layerflow.observe.timeline import render as render_timeline
+from layerflow.observe.trace import render as render_perfetto
 from layerflow_cli.demo.outcome import Outcome
 from layerflow_cli.demo.pool import PoolUsed
 from layerflow_cli.demo.workload import SHAPES

@@ -12,12 +12,11 @@ from layerflow._lazy import attribute
 if TYPE_CHECKING:
     from layerflow.agent.agent import Agent
     from layerflow.agent.aio import AsyncAgent, AsyncStep
-    from layerflow.agent.connection.control import Control
-    from layerflow.agent.connection.handshake import ClientKeys
-    from layerflow.agent.step.no_step import NoStep
-    from layerflow.agent.step.step import Step
+    from layerflow.agent.control import Control
+    from layerflow.agent.handshake import ClientKeys
+    from layerflow.agent.step.step import NoStep, Step
     from layerflow.agent.values import MISS, READY, Ended, FailedBlocks, Follow, Handoff, Hit, LoadResult, StepRequest
-    from layerflow.flow.cost.policy import Mode
+    from layerflow.flow.cost import Mode
 
 __all__ = [
     "MISS",
@@ -43,10 +42,9 @@ __all__ = [
 _HOMES = {
     "layerflow.agent.agent": ("Agent",),
     "layerflow.agent.aio": ("AsyncAgent", "AsyncStep"),
-    "layerflow.agent.connection.control": ("Control",),
-    "layerflow.agent.connection.handshake": ("ClientKeys",),
-    "layerflow.agent.step.no_step": ("NoStep",),
-    "layerflow.agent.step.step": ("Step",),
+    "layerflow.agent.control": ("Control",),
+    "layerflow.agent.handshake": ("ClientKeys",),
+    "layerflow.agent.step.step": ("NoStep", "Step"),
     "layerflow.agent.values": (
         "MISS",
         "READY",
@@ -58,7 +56,7 @@ _HOMES = {
         "LoadResult",
         "StepRequest",
     ),
-    "layerflow.flow.cost.policy": ("Mode",),
+    "layerflow.flow.cost": ("Mode",),
 }
 
 

@@ -15,24 +15,22 @@ import structlog
 import torch
 import zmq
 
-from layerflow.agent.blocks import EngineBlocks
-from layerflow.agent.connection.control import DEFAULT_LOOKUP_TIMEOUT_S, Control
-from layerflow.agent.connection.link import Link
+from layerflow.agent.control import DEFAULT_LOOKUP_TIMEOUT_S, Control
 from layerflow.agent.costs import LoadPolicy
 from layerflow.agent.descriptors import PartDescriptor
 from layerflow.agent.dispatcher import Dispatcher
+from layerflow.agent.ending import EngineBlocks
+from layerflow.agent.link import Link
 from layerflow.agent.open_steps import OpenSteps
 from layerflow.agent.opening import StepOpener, check_timeout, outdated
-from layerflow.agent.step.no_step import NoStep
-from layerflow.agent.step.step import Step
+from layerflow.agent.step.step import NoStep, Step
 from layerflow.agent.values import MISS, AgentCounters, AgentStatistics, Ended, Follow, Hit, Measured, StepRequest
 from layerflow.content import renewed_content
 from layerflow.device import device_for
 from layerflow.device.base import DeviceEvent
 from layerflow.device.captures import CaptureGate
 from layerflow.errors import ConfigError, LayerflowError, SessionError, SpecError
-from layerflow.flow.cost.estimators import ComputeCost, LinkCost
-from layerflow.flow.cost.policy import Mode
+from layerflow.flow.cost import ComputeCost, LinkCost, Mode
 from layerflow.keys import Chain, Media, root_digest
 from layerflow.observe.trace import StepTrace
 from layerflow.ops.paged import PagedMemory

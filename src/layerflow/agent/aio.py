@@ -14,9 +14,8 @@ import anyio.to_thread
 import numpy as np
 
 from layerflow.agent.agent import Agent
-from layerflow.agent.connection.handoffs import DEFAULT_HANDOFF_TIMEOUT_S, DEFAULT_LEASE_S
-from layerflow.agent.step.no_step import NoStep
-from layerflow.agent.step.step import Step
+from layerflow.agent.client import DEFAULT_HANDOFF_TIMEOUT_S, DEFAULT_LEASE_S
+from layerflow.agent.step.step import NoStep, Step
 from layerflow.agent.values import Follow, Handoff, Hit, LoadResult, StepRequest
 from layerflow.device.base import DeviceEvent
 from layerflow.keys import Chain

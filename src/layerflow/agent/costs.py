@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from layerflow.agent.step.step import Step
 from layerflow.agent.values import Hit, Measured, StepRequest
 from layerflow.device.base import Device
-from layerflow.flow.cost.estimators import ComputeCost, ComputeModel, LinkCost, LinkModel, attention_pairs
-from layerflow.flow.cost.policy import Inputs, Mode, choose
+from layerflow.flow.cost import ComputeCost, ComputeModel, Inputs, LinkCost, LinkModel, Mode, attention_pairs, choose
 from layerflow.observe.trace import StepFigures, StepTrace, figures
 from layerflow.spec import ModelSpec
 from layerflow.wire.messages import Figures

@@ -7,19 +7,17 @@ from collections.abc import Iterator
 
 import structlog
 
-from layerflow.agent.connection.arenas import KnownArena
-from layerflow.agent.connection.control import Control
-from layerflow.agent.connection.link import Link
-from layerflow.agent.connection.listener import Attachment
-from layerflow.agent.connection.mapping import ArenaAccess
+from layerflow.agent.control import Control
 from layerflow.agent.costs import LoadPolicy, Measures
 from layerflow.agent.descriptors import Numbered
 from layerflow.agent.direct import DirectLaneSwitch
 from layerflow.agent.ending import StepEnds
 from layerflow.agent.lanes.lanes import Lanes
 from layerflow.agent.lanes.task import CopyTask
+from layerflow.agent.link import Attachment, Link
+from layerflow.agent.mapping import ArenaAccess, KnownArena
 from layerflow.agent.open_steps import OpenSteps
-from layerflow.agent.planned.steps import PlannedSteps
+from layerflow.agent.planned import PlannedSteps
 from layerflow.agent.step.step import Step
 from layerflow.agent.step.transfers import LOAD, SAVE
 from layerflow.agent.values import AgentCounters

@@ -6,15 +6,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from layerflow.agent.connection.link import Link
-from layerflow.agent.connection.listener import Attachment
 from layerflow.agent.costs import work_of
 from layerflow.agent.descriptors import PartDescriptor, check_blocks, describe_loads, describe_saves, without_tails
 from layerflow.agent.dispatcher import Dispatcher
 from layerflow.agent.hit_plan import PlansInHand
+from layerflow.agent.link import Attachment, Link
 from layerflow.agent.open_steps import OpenSteps
-from layerflow.agent.step.no_step import NO_STEP, NoStep
-from layerflow.agent.step.step import Step
+from layerflow.agent.step.step import NO_STEP, NoStep, Step
 from layerflow.agent.values import StepRequest
 from layerflow.device.base import Device, DeviceEvent
 from layerflow.errors import ProtocolError, SpecError

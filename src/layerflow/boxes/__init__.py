@@ -4,9 +4,8 @@ A box is layers x KV heads of one group, in the model's own numbers: never ranks
 pipeline size can then read what others stored. Nothing here knows bytes or memory.
 """
 
-from layerflow.boxes.box import TO_THE_END, Box, Replica, replica_of, worker_box
-from layerflow.boxes.cover import Cover, Piece, cover
-from layerflow.boxes.cutting import HeadAxis, PlaneInterior, head_axis
+from layerflow.boxes.box import TO_THE_END, Box, Cover, Piece, Replica, cover, replica_of, worker_box
+from layerflow.boxes.shard import HeadAxis, PlaneInterior, head_axis
 
 __all__ = [
     "TO_THE_END",

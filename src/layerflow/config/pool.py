@@ -8,7 +8,8 @@ from pydantic import Field, create_model, field_validator, model_validator
 
 from layerflow.backends import broken, canonical, installed
 from layerflow.config.fields import BackendOptions, Real, Section, Size, Whole, setting
-from layerflow.system import machine, numa
+from layerflow.system import machine
+from layerflow.system import machine as numa
 
 MEMORY = "memory"
 """The backend that is none: the arena is all there is, unless a section chooses its backend by itself."""

@@ -6,8 +6,7 @@ import os
 
 import torch
 
-from layerflow.device.base import Capabilities, Device, DeviceEvent
-from layerflow.device.cpu import CpuDevice, CpuEvent
+from layerflow.device.base import Capabilities, CpuDevice, CpuEvent, Device, DeviceEvent
 from layerflow.errors import Unsupported
 
 __all__ = ["Capabilities", "CpuEvent", "Device", "DeviceEvent", "device_for", "is_emulated"]

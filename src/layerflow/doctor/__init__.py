@@ -7,11 +7,8 @@ from collections.abc import Iterator
 from layerflow.backends import installed, named
 from layerflow.config.pool import MEMORY
 from layerflow.config.settings import PoolSettings, Settings
-from layerflow.doctor.listening import examine_listening, running_server
-from layerflow.doctor.memory import examine_memory
+from layerflow.doctor.checks import examine_listening, examine_memory, examine_program, examine_sharing, running_server
 from layerflow.doctor.peers import examine_peers
-from layerflow.doctor.program import examine_program
-from layerflow.doctor.sharing import examine_sharing
 from layerflow.findings import Finding, Severity, ok, problem
 
 __all__ = ["Finding", "Severity", "examine"]

@@ -14,12 +14,12 @@ from typing import Any
 
 import zmq
 
+from layerflow import findings as probes
 from layerflow.config.peers import PeerAddress
 from layerflow.config.settings import Settings
 from layerflow.errors import ConfigError, LayerflowError, VersionMismatch
-from layerflow.findings import Finding, ok, probes, problem, warning
-from layerflow.hosts.peer.greeting import greeted
-from layerflow.hosts.peer.link import LinkFailed
+from layerflow.findings import Finding, ok, problem, warning
+from layerflow.hosts.peer.link import LinkFailed, greeted
 from layerflow.links import links
 from layerflow.server.transport.security import read_keys
 from layerflow.wire import codec

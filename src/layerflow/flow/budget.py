@@ -19,10 +19,8 @@ from bisect import bisect_right, insort
 from operator import attrgetter
 
 from layerflow.errors import ConfigError
-from layerflow.flow.events import LOAD, SAVE, Direction
-from layerflow.flow.graph.session import Session
-from layerflow.flow.graph.step import Charge, InFlightBatch, TransferJob
-from layerflow.flow.limits import Limits
+from layerflow.flow.events import LOAD, SAVE, Direction, Limits
+from layerflow.flow.graph import Charge, InFlightBatch, Session, TransferJob
 
 # Bound once, as LOAD and SAVE are.
 _BUDGET, _GATED, _NONE = Charge.BUDGET, Charge.GATED, Charge.NONE

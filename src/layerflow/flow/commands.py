@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from layerflow.flow.events import Direction
-from layerflow.flow.host_events import Hop
+from layerflow.flow.events import Direction, Hop
 
 
 @dataclass(slots=True)  # not frozen: that triples what making one costs, and there is one per batch

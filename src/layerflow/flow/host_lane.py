@@ -8,8 +8,8 @@ from typing import Generic, TypeVar
 from layerflow.errors import InvalidTransition
 from layerflow.flow.budget import Budget
 from layerflow.flow.commands import Call, Command
-from layerflow.flow.graph.host_transfer import CallExtent, HostTransfer, Source
-from layerflow.flow.host_events import CallDone, Hop
+from layerflow.flow.events import CallDone, Hop
+from layerflow.flow.host_transfer import CallExtent, HostTransfer, Source
 from layerflow.flow.ring import Ring
 
 CALLS_AHEAD = 3

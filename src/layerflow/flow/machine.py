@@ -4,50 +4,62 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from layerflow.errors import InvalidTransition
-from layerflow.flow.arrivals.edges import release_edges
-from layerflow.flow.arrivals.fetches import (
+from layerflow.flow.arrivals import (
+    advance_follows,
+    check_needs,
+    commit_follows,
     expire_fetch,
     fail_fetch,
     fetch_done,
+    lay_out,
     lease_fetch,
-    lose_fetches,
-    open_fetch,
-    raise_fetch,
-    revoke_fetches,
-    settle_fetch,
-)
-from layerflow.flow.arrivals.follows import (
-    advance_follows,
-    commit_follows,
     lend_follow,
+    lose_fetches,
     lose_follow,
     lose_followed,
     move_follow,
+    open_fetch,
     open_follow,
+    raise_fetch,
+    release_edges,
+    revoke_fetches,
+    settle_fetch,
     settle_follow,
 )
-from layerflow.flow.commands import Command, WakeAt
+from layerflow.flow.commands import Command, Revoke, WakeAt
 from layerflow.flow.events import (
     LOAD,
     SAVE,
     BatchDone,
     BatchFailed,
+    CallDone,
+    Direction,
     Event,
+    FetchAvailable,
+    FetchesRevoked,
+    FetchFailed,
+    FetchLeased,
+    FetchOpened,
     FollowLent,
     FollowLost,
     FollowMoved,
     FollowOpened,
     FrontierReached,
+    Hop,
+    HostLost,
     LayersComputed,
+    Limits,
     LimitsChanged,
     LoadsFenced,
     LoadsMoved,
+    Part,
     RequestAborted,
     SessionLost,
     SessionOpened,
@@ -55,34 +67,126 @@ from layerflow.flow.events import (
     StepOpened,
     StepsRevoked,
     Tick,
-)
-from layerflow.flow.graph.fetch import FetchTransfer
-from layerflow.flow.graph.follow import FollowTransfer
-from layerflow.flow.graph.session import open_session
-from layerflow.flow.graph.step import Step
-from layerflow.flow.graph.write import WriteTransfer
-from layerflow.flow.host_events import (
-    CallDone,
-    FetchAvailable,
-    FetchesRevoked,
-    FetchFailed,
-    FetchLeased,
-    FetchOpened,
-    Hop,
-    HostLost,
     WriteOpened,
     WritesRevoked,
 )
+from layerflow.flow.graph import (
+    FetchTransfer,
+    FollowTransfer,
+    Session,
+    Step,
+    Transfer,
+    TransferJob,
+    WriteTransfer,
+    open_session,
+)
 from layerflow.flow.host_lane import HostLane, grant_calls
-from layerflow.flow.limits import Limits
-from layerflow.flow.opening import open_step
-from layerflow.flow.progress.completion import abort, cancel_saves, cancel_uncomputed, drained, fence_loads, settle
-from layerflow.flow.progress.planned import loads_moved
-from layerflow.flow.progress.reports import batch_done, batch_failed, lose_session
-from layerflow.flow.progress.writes import follow_save, lose_writes, open_write, revoke_writes, write_done
+from layerflow.flow.progress import (
+    abort,
+    batch_done,
+    batch_failed,
+    cancel_save_parts,
+    cancel_saves,
+    cancel_uncomputed,
+    check_planned,
+    drained,
+    fence_loads,
+    let_move,
+    loads_moved,
+    lose_session,
+    settle,
+)
 from layerflow.flow.scheduler import grant
 from layerflow.flow.state import FlowStatistics, State
-from layerflow.flow.validate.steps import validate
+from layerflow.flow.validate import validate
+from layerflow.flow.writes import SHED, follow_save, lose_writes, open_write, revoke_writes, write_done
+
+# A step from its message: checked, then a transfer for each group and direction.
+
+
+def open_step(state: State, session: Session, event: StepOpened, out: list[Command]) -> None:
+    """Add the step; its saves are shed where the session has too much unsaved already.
+
+    :raises InvalidTransition: for a step that is open already, or parts that cannot be.
+    """
+    if event.step in session.steps:
+        raise InvalidTransition(
+            f"session {session.number} opened step {event.step} twice; step numbers are not reused while a step lives",
+            session.steps[event.step].told(),
+        )
+    if event.deadline != event.deadline or event.save_deadline != event.save_deadline:
+        raise InvalidTransition(f"session {session.number} step {event.step}: a deadline is not a number")
+    _check(session, event, event.loads, "load")
+    _check_needs(state, session, event)
+    check_planned(event)
+    _check(session, event, event.saves, "save")
+
+    step = Step(session, event.step, event.deadline, event.save_deadline)
+    step.story.append(event)
+    session.steps[event.step] = step
+    if event.loads:
+        step.loads = _job(state, step, Direction.LOAD, event.loads, planned=event.planned)
+        if event.planned:
+            let_move(state, step.loads)
+        else:
+            state.enqueue(step.loads)
+    if event.saves:
+        saves = _job(state, step, Direction.SAVE, event.saves)
+        nbytes = sum(transfer.starts[-1] * transfer.shape.tail_bytes[0] for transfer in saves.transfers.values())
+        shed: list[int] = []
+        if session.unsaved + nbytes > state.budget.limits.save_backlog_bytes:
+            shed = [position for position, part in enumerate(event.saves) if not part.promised]
+        state.counters.shed_parts += len(shed)
+        if len(shed) == len(event.saves):
+            state.counters.revoked_parts += len(shed)
+            out.append(Revoke(session.number, step.number, tuple(shed), SHED))
+        else:
+            session.unsaved += nbytes
+            saves.open = len(event.saves)
+            step.saves = saves
+            state.enqueue(saves)
+            if shed:
+                cancel_save_parts(state, step, shed, SHED, out)
+    state.deadlines.set(step, step.next_alarm())
+
+
+def _check(session: Session, event: StepOpened, parts: Sequence[Part], what: str) -> None:
+    unknown = {part.group for part in parts} - session.groups.keys()
+    if not unknown and (not parts or min([part.blocks for part in parts]) > 0):
+        return
+    for position, part in enumerate(parts):
+        if part.blocks <= 0 or part.group in unknown:
+            raise InvalidTransition(
+                f"session {session.number} step {event.step}: {what} part {position} (request {part.request!r}) has "
+                f"{part.blocks} blocks of group {part.group}; it needs at least one block of one of the session's "
+                f"groups {sorted(session.groups)}"
+            )
+
+
+def _check_needs(state: State, session: Session, event: StepOpened) -> None:
+    for position, part in enumerate(event.loads):
+        if part.needs and (wrong := check_needs(state, part, session.groups[part.group].layers)):
+            raise InvalidTransition(f"session {session.number} step {event.step}: load part {position} {wrong}")
+
+
+def _job(
+    state: State, step: Step, direction: Direction, parts: tuple[Part, ...], *, planned: bool = False
+) -> TransferJob:
+    job = TransferJob(step, direction, parts, planned=planned)
+    groups = {part.group for part in parts}
+    arrives = direction is Direction.LOAD and any([part.needs for part in parts])
+    for group in sorted(groups):
+        members: Sequence[int] = range(len(parts))
+        if len(groups) > 1:
+            members = [position for position, part in enumerate(parts) if part.group == group]
+        starts = list(accumulate([parts[position].blocks for position in members], initial=0))
+        transfer = Transfer(job, step.session.groups[group], members, starts)
+        job.transfers[group] = transfer
+        if arrives:
+            lay_out(state, transfer)
+        elif not planned:
+            transfer.add_cursor([(0, starts[-1])])
+    return job
 
 
 def _conclude(state: State, out: list[Command]) -> None:

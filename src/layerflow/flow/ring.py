@@ -6,9 +6,8 @@ from collections import deque
 from typing import Generic, Protocol, TypeVar
 
 from layerflow.flow.budget import Budget
-from layerflow.flow.events import Direction
-from layerflow.flow.graph.session import Session
-from layerflow.flow.host_events import Hop
+from layerflow.flow.events import Direction, Hop
+from layerflow.flow.graph import Session
 
 
 class Queued(Protocol):

@@ -15,9 +15,7 @@ import sys
 
 from layerflow.flow.commands import Command, Submit
 from layerflow.flow.events import LOAD, SAVE, Direction
-from layerflow.flow.graph.cursor import BatchExtent, Cursor
-from layerflow.flow.graph.session import Session
-from layerflow.flow.graph.step import InFlightBatch
+from layerflow.flow.graph import BatchExtent, Cursor, InFlightBatch, Session
 from layerflow.flow.state import State
 
 

@@ -9,16 +9,20 @@ from dataclasses import dataclass
 
 from layerflow.errors import InvalidTransition
 from layerflow.flow.budget import Budget
-from layerflow.flow.events import Direction, Event
-from layerflow.flow.graph.edge import Upstream
-from layerflow.flow.graph.fetch import FetchTransfer
-from layerflow.flow.graph.follow import FollowTransfer
-from layerflow.flow.graph.session import Session
-from layerflow.flow.graph.step import Charge, InFlightBatch, Step, Transfer, TransferJob
-from layerflow.flow.graph.write import WriteTransfer
-from layerflow.flow.host_events import Hop
+from layerflow.flow.events import Direction, Event, Hop, Limits
+from layerflow.flow.graph import (
+    Charge,
+    FetchTransfer,
+    FollowTransfer,
+    InFlightBatch,
+    Session,
+    Step,
+    Transfer,
+    TransferJob,
+    Upstream,
+    WriteTransfer,
+)
 from layerflow.flow.host_lane import HostLane
-from layerflow.flow.limits import Limits
 from layerflow.flow.ring import SessionRing
 
 

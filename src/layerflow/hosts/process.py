@@ -8,19 +8,27 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import structlog
 
+from layerflow.backends import installed, named
 from layerflow.errors import ProtocolError
-from layerflow.hosts.backend import Backend, BackendInfo, Unreachable, Unusable
-from layerflow.hosts.lanes.fetch import FetchLane
-from layerflow.hosts.lanes.health import HealthCheck
-from layerflow.hosts.lanes.lane import BackendCalls, Lane, Patience, describe, refuse
-from layerflow.hosts.lanes.lookup import Hide, LookupLane, unknown
-from layerflow.hosts.lanes.write import WriteLane
-from layerflow.hosts.objects import IndexReporter
-from layerflow.hosts.registry import make
+from layerflow.hosts.backend import Backend, BackendInfo, IndexReporter, Unreachable, Unusable
+from layerflow.hosts.lanes import (
+    BackendCalls,
+    FetchLane,
+    HealthCheck,
+    Hide,
+    Lane,
+    LookupLane,
+    Patience,
+    WriteLane,
+    describe,
+    refuse,
+    unknown,
+)
 from layerflow.system.memfd import SharedMemory
 from layerflow.wire.host_messages import (
     STOP_S,
@@ -47,6 +55,33 @@ from layerflow.wire.host_messages import (
     decode_to_host,
     encode,
 )
+
+# Makes a backend by its name. None is imported before it is wanted.
+
+
+def make(name: str, options: Mapping[str, Any]) -> Backend:
+    """A backend that is not attached yet.
+
+    :param name: an installed one, or ``module:Class`` (for tests; the configuration knows names only).
+    :raises Unusable: there is none of that name, or it refuses its options.
+    """
+    known = installed()
+    reference = known[name].backend if name in known else name
+    if ":" not in reference:
+        there = ", ".join(known) or "none: install layerflow again, so that its entry points are known"
+        raise Unusable(f"backend {name!r} is not installed; there are {there}")
+    try:
+        factory = named(reference)
+    except (ImportError, AttributeError) as error:
+        raise Unusable(f"backend {name!r} cannot be loaded: {error}; is layerflow installed whole?") from error
+    try:
+        made = factory(options)
+    except (KeyError, TypeError, ValueError) as error:
+        raise Unusable(f"backend {name!r} cannot work with its options: {describe(error)}; see its section") from error
+    if not isinstance(made, Backend):
+        raise Unusable(f"{name!r} is no backend")
+    return made
+
 
 log = structlog.get_logger(__name__)
 

@@ -20,9 +20,7 @@ from pydantic import field_validator
 from layerflow.backends import LEAST_TRIAL_BYTES, Plugin, Trial
 from layerflow.config.fields import BackendOptions, Whole, setting
 from layerflow.errors import Unsupported
-from layerflow.findings import Finding, ok, problem, warning
-from layerflow.findings.memory import size_text
-from layerflow.findings.probes import ANSWER_TIMEOUT_S
+from layerflow.findings import ANSWER_TIMEOUT_S, Finding, ok, problem, size_text, warning
 from layerflow.hosts.backend import (
     OK,
     Backend,

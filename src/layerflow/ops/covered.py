@@ -16,7 +16,7 @@ from layerflow.ops.paged import Int64, PagedMemory
 class ChunkPlaces(NamedTuple):
     """Where the objects of one chunk lie.
 
-    :param boxes: what each object covers; :func:`layerflow.boxes.cover` chooses among them.
+    :param boxes: what each object covers; :func:`layerflow.boxes.box` chooses among them.
     :param offsets: arena offset of each object's header.
     """
 

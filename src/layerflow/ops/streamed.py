@@ -15,8 +15,7 @@ from layerflow.ops.base import MappedArena, PinnedPart
 from layerflow.ops.bounced import BounceBuffer, CopyCall, within_pieces
 from layerflow.ops.extents import Extents
 from layerflow.ops.paged import Int64, PagedMemory
-from layerflow.ops.staged import Fill, Staging
-from layerflow.ops.views import ByteViews
+from layerflow.ops.staged import ByteViews, Fill, Staging
 
 MOST_REFUSED = 3
 """Batches that the driver refuses for a reason of its own before no more are tried."""

@@ -16,9 +16,8 @@ import numpy.typing as npt
 import structlog
 
 from layerflow.errors import ExtentError, Unsupported
-from layerflow.system.machine import free_bytes
+from layerflow.system.machine import OFF, free_bytes, here, place
 from layerflow.system.memfd import POPULATE_PIECE_BYTES, SharedMemory
-from layerflow.system.numa import OFF, here, place
 
 log = structlog.get_logger(__name__)
 
@@ -33,7 +32,7 @@ class Arena:
 
     :param nbytes: bytes, rounded up to whole pages; see :attr:`nbytes`.
     :param hugepages: take reserved 2 MiB pages.
-    :param numa: on which memory node; see :func:`layerflow.system.numa.placement`.
+    :param numa: on which memory node; see :func:`layerflow.system.machine.placement`.
     :raises Unsupported: the machine cannot give it.
     :raises ConfigError: there is no such node.
 

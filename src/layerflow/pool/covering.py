@@ -8,8 +8,8 @@ from typing import NamedTuple
 from layerflow.boxes import TO_THE_END, Box, cover
 from layerflow.keys import DIGEST_BYTES, covered_by, several_key
 from layerflow.pool.base import Located, Owner, Tail
+from layerflow.pool.chunk_index import ANY_LENGTH, merged, renamed
 from layerflow.pool.memory import ArenaMemory, MemoryPool
-from layerflow.pool.tails import ANY_LENGTH, merged, renamed
 from layerflow.presence import PresenceWriter
 from layerflow.spec import ModelSpec, Shard
 

@@ -18,10 +18,9 @@ from layerflow.errors import PoolError
 from layerflow.keys import DIGEST_BYTES
 from layerflow.places import NO_PLACE
 from layerflow.pool.base import Child, Located, NewObject, Owner, Tail
+from layerflow.pool.chunk_index import ANY_LENGTH, SharedBlocks, Tails
 from layerflow.pool.eviction import Evictable
-from layerflow.pool.offsets import ByOffset
-from layerflow.pool.sharing import SharedBlocks
-from layerflow.pool.tails import ANY_LENGTH, Tails
+from layerflow.pool.slots import ByOffset
 from layerflow.presence import PresenceWriter, tail_marks
 
 _COMPACT_OVER = 256  # ends listed in the expiry heap beyond twice the owners alive

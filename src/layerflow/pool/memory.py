@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Protocol
 
+import numpy as np
+import structlog
+
 from layerflow.errors import BadKey, PoolError
-from layerflow.keys import KEY_BYTES
-from layerflow.objects import HEADER_BYTES
-from layerflow.places import NO_PLACE
+from layerflow.keys import KEY_BYTES, describe_key
+from layerflow.objects import CHECKSUM_AT, GENERATION_AT, HEADER_BYTES, check_header, header_start, pack_header
+from layerflow.places import NO_PLACE, PLACE
 from layerflow.pool.base import (
     Child,
     Located,
@@ -20,11 +25,172 @@ from layerflow.pool.base import (
     ReserveStatus,
     Tail,
 )
+from layerflow.pool.chunk_index import ANY_LENGTH
 from layerflow.pool.directory import Directory, DirectoryEntry, ObjectState
-from layerflow.pool.headers import Headers
-from layerflow.pool.room import Room
-from layerflow.pool.tails import ANY_LENGTH
+from layerflow.pool.eviction import S3Fifo
+from layerflow.pool.slots import Slots
 from layerflow.presence import Presence, PresenceWriter
+
+# Headers of objects in the arena, which only the pool writes: written, erased, and are they what it has written?
+
+
+log = structlog.get_logger(__name__)
+
+_NO_HEADER = bytes(HEADER_BYTES)
+_LAST_GENERATION = (1 << 64) - 1
+_WORDS = np.arange(CHECKSUM_AT // 8)
+MANY = 48
+"""So many headers are compared at once: of fewer, one by one is quicker."""
+
+
+class Headers:
+    """Those of one arena.
+
+    :param view: its bytes.
+    """
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+        self._words = np.frombuffer(view[: len(view) // 8 * 8], np.int64)
+        # Old payload must not look like a generation by chance: they begin anywhere.
+        self._generation = secrets.randbits(63)
+        self._dirty = 0  # bytes from the start that an object may ever have covered
+
+    def write(self, entry: DirectoryEntry) -> None:
+        """The header of an object that is complete."""
+        offset, blocks, tokens, _ = entry.located
+        generation = self._generation = self._generation % _LAST_GENERATION + 1
+        header = pack_header(
+            entry.key, blocks=blocks, tokens=tokens, payload=entry.nbytes - HEADER_BYTES, generation=generation
+        )
+        self._view[offset : offset + HEADER_BYTES] = header
+        entry.header, entry.place = header[:CHECKSUM_AT], PLACE.pack(offset, generation)
+
+    def erase(self, offset: int) -> None:
+        """No stale header verifies."""
+        self._view[offset : offset + HEADER_BYTES] = _NO_HEADER
+
+    def erase_before(self, offset: int, room: int) -> None:
+        """Where an object of `room` bytes will be written, none verifies before that."""
+        if offset < self._dirty:
+            self._view[offset : offset + HEADER_BYTES] = _NO_HEADER
+        self._dirty = max(self._dirty, offset + room)
+
+    def overwritten(self, entries: Sequence[DirectoryEntry]) -> list[bytes]:
+        """Of these complete objects, the keys of those whose header is not theirs any more."""
+        if len(entries) >= MANY and self._are_all(entries):
+            return []
+        view = self._view
+        return [
+            entry.key
+            for entry in entries
+            if header_start(view, entry.located.offset) != entry.header and not self._intact(entry)
+        ]
+
+    def are_current(self, places: bytes) -> bool:
+        """Has each of these places (:data:`layerflow.places.PLACE`) the generation that it names?
+
+        Workers who load by a plan compare this, too. It is less, and takes less, than what :meth:`overwritten` does.
+        """
+        wanted = np.frombuffer(places, np.int64).reshape(-1, PLACE.size // 8)
+        return bool((self._words[wanted[:, 0] + GENERATION_AT >> 3] == wanted[:, 1]).all())
+
+    def _are_all(self, entries: Sequence[DirectoryEntry]) -> bool:
+        places = np.frombuffer(b"".join([entry.place for entry in entries]), np.int64).reshape(-1, PLACE.size // 8)
+        wanted = np.frombuffer(b"".join([entry.header for entry in entries]), np.int64).reshape(-1, _WORDS.size)
+        return bool((self._words[(places[:, :1] >> 3) + _WORDS] == wanted).all())
+
+    def _intact(self, entry: DirectoryEntry) -> bool:
+        offset, blocks, *_ = entry.located
+        try:
+            check_header(self._view[offset : offset + HEADER_BYTES], entry.key, blocks)
+        except PoolError as error:
+            log.error("object_overwritten", key=describe_key(entry.key), offset=offset, error=str(error))
+            return False
+        return True
+
+
+# Room in the arena: free slots, and objects that are evicted where there are none.
+
+
+_PATIENCE = 2  # rounds of victims in order that may free no room for a new size
+
+
+class Room:
+    """That of one arena of `nbytes`.
+
+    :ivar policy: complete objects that nobody pins, in the order in which they would go.
+    """
+
+    def __init__(self, nbytes: int, directory: Directory, headers: Headers) -> None:
+        self.slots = Slots(nbytes)
+        self.policy: S3Fifo[DirectoryEntry] = S3Fifo()
+        self.evictions = self.evicted_bytes = 0
+        self._directory = directory
+        self._headers = headers
+
+    def free(self, entry: DirectoryEntry) -> None:
+        """The room of an object that is on no books any more."""
+        self._headers.erase(entry.located.offset)
+        self.slots.free(entry.located.offset)
+
+    def place(self, wanted: dict[int, list[int]]) -> list[tuple[int, int, int]]:
+        """(index, offset, room) for what fits: runs per size if all fits, else one by one in the caller's order."""
+        placed: list[tuple[int, int, int]] = []
+        pending: list[int] = []
+        for room, indices in wanted.items():
+            offsets = self._make_room(room, len(indices), pending)
+            placed += ((index, offset, room) for index, offset in zip(indices, offsets, strict=False))
+            if len(offsets) < len(indices) and len(wanted) > 1:
+                break
+        else:
+            return placed
+        for offset in pending:
+            self.slots.free(offset)
+        pending.clear()
+        in_order = sorted((index, room) for room, indices in wanted.items() for index in indices)
+        return [(index, offset, room) for index, room in in_order for offset in self._make_room(room, 1, pending)]
+
+    def _make_room(self, room: int, count: int, pending: list[int]) -> list[int]:
+        """Up to `count` offsets, ascending. Evicts only where that leads to at least one more.
+
+        :param pending: offsets of this call that are on no books yet; the new ones are added.
+        """
+        slots, policy = self.slots, self.policy
+        offsets = slots.alloc(room, count)
+        pending += offsets
+        patience = _PATIENCE
+        while (missing := count - len(offsets)) and len(policy):
+            window: list[int] | None = None
+            if not policy.of_size(room) or not patience:
+                window = slots.window(room, chain(self._directory.held(), pending))
+                if window is None and not policy.of_size(room):
+                    break
+            if window is not None and not patience:
+                for offset in window:
+                    entry = self._directory.at[offset]
+                    policy.park((entry,))
+                    self._evicted(entry)
+            else:
+                self._evict_in_order(missing * room)
+            more = slots.alloc(room, missing)
+            offsets += more
+            pending += more
+            patience = _PATIENCE if more else max(patience - 1, 0)
+        return sorted(offsets)
+
+    def _evict_in_order(self, nbytes: int) -> None:
+        victim = self.policy.victim
+        while nbytes > 0 and (entry := victim()) is not None:
+            nbytes -= entry.room
+            self._evicted(entry)
+
+    def _evicted(self, entry: DirectoryEntry) -> None:
+        self._directory.hide(entry)
+        self.free(entry)
+        self.evictions += 1
+        self.evicted_bytes += entry.room
+
 
 _UINT32 = 1 << 32
 

@@ -19,8 +19,7 @@ import anyio
 import msgspec
 
 from layerflow.errors import ProxyError
-from layerflow.proxy.body import NOT_JSON
-from layerflow.proxy.request import CHAT, ClientRequest
+from layerflow.proxy.request import CHAT, NOT_JSON, ClientRequest
 
 _CHOICE = re.compile(r"(\d{1,9})_")
 _BEHIND = re.compile(r"-[0-9a-f]{8}$")

@@ -35,13 +35,11 @@ from layerflow.flow.commands import (
     WriteBegun,
     Written,
 )
-from layerflow.flow.events import BatchDone, Event, FrontierReached, Tick
-from layerflow.flow.limits import Limits
-from layerflow.observe.metrics.metrics import Metrics
+from layerflow.flow.events import BatchDone, Event, FrontierReached, Limits, Tick
+from layerflow.observe.metrics import Metrics
 from layerflow.pool.base import Pool
-from layerflow.server.handoffs.follows import Follows
-from layerflow.server.planner.book import StepBook
-from layerflow.server.planner.saves import MissedTurns
+from layerflow.server.arrivals import Follows
+from layerflow.server.planner import MissedTurns, StepBook
 from layerflow.wire.messages import (
     BROKEN,
     Batch,

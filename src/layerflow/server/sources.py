@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING
 
 from layerflow.config.settings import PoolSettings
 from layerflow.flow.commands import Arrived, Vacate
-from layerflow.flow.host_events import Hop, WriteOpened
+from layerflow.flow.events import Hop, WriteOpened
 from layerflow.pool.base import Child, NewObject, Owner, Tail
-from layerflow.pool.tails import ANY_LENGTH
-from layerflow.server.tier.fetches import Fetches, PendingFetch, StepKey
-from layerflow.server.tier.questions import once
-from layerflow.server.tier.tier import Tier, TierCommand
+from layerflow.pool.chunk_index import ANY_LENGTH
+from layerflow.server.arrivals import Fetches, PendingFetch, StepKey
+from layerflow.server.tier.tier import Tier, TierCommand, once
 from layerflow.wire.host_messages import Cleared
 
 if TYPE_CHECKING:
-    from layerflow.server.peers.reading.source import PeerSource
+    from layerflow.server.peers.source import PeerSource
 
 
 class Sources:

@@ -7,7 +7,7 @@ too. The key came with the owner's PeerWelcome and never crosses the link, nor d
 Then the importer sends requests, each a REQUEST and `count` ITEMs, and is answered with a HEAD for each, then the bytes
 of all whose status is :data:`READ`, one behind the other, then a TAIL for each of these. Only a TAIL says that bytes
 are those of the object: the exporter still had the right to read them when it had, and the TAIL's tag, made with the
-key of the lease, covers the bytes and which they are (:mod:`layerflow.hosts.peer.seal`). Integers are little-endian.
+key of the lease, covers the bytes and which they are (:mod:`layerflow.hosts.peer.grants`). Integers are little-endian.
 
 A windowed link (mooncake, nixl) is told of its window with a WINDOW after the greeting. Its requests name a turn of it,
 which the exporter fills before it answers with the HEADs and TAILs; no bytes follow. A turn begins with a STAMP, which

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from layerflow.agent.connection.control import Control
+from layerflow.agent.control import Control
 from layerflow.agent.step.step import Step
 from layerflow.config.pool import MEMORY
 from layerflow.errors import LayerflowError

@@ -20,7 +20,7 @@ from layerflow.backends import Trial, installed, named
 from layerflow.config.pool import MEMORY
 from layerflow.config.settings import Settings
 from layerflow.errors import ConfigError, LayerflowError
-from layerflow.findings.probes import http_get
+from layerflow.findings import http_get
 from layerflow.hosts.environment import environment
 
 READY_S, STOP_S = 60.0, 10.0

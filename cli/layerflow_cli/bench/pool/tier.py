@@ -6,7 +6,7 @@ import time
 from types import TracebackType
 from typing import Any
 
-from layerflow.agent.connection.control import Control
+from layerflow.agent.control import Control
 from layerflow.errors import LayerflowError
 
 READY_S = 60.0

@@ -25,7 +25,7 @@ import numpy as np
 from layerflow.backends import named
 from layerflow.errors import LayerflowError
 from layerflow.hosts.backend import ObjectLocation, ObjectStatus
-from layerflow.hosts.peer.windowed.plane import Window
+from layerflow.hosts.peer.windowed import Window
 from layerflow.links import links
 from layerflow.objects import HEADER_BYTES, pack_header
 from layerflow.system.memfd import SharedMemory

@@ -17,9 +17,8 @@ from collections.abc import Callable, Collection, Sequence
 import structlog
 
 from layerflow.agent.descriptors import PartDescriptor
-from layerflow.agent.direct.client import give_back, open_client
+from layerflow.agent.direct.client import Watchdog, give_back, open_client
 from layerflow.agent.direct.store import LANES, DirectCopier, DirectStore
-from layerflow.agent.direct.watchdog import Watchdog
 from layerflow.agent.step.leases import LeasedObject, LeasedParts, StepLeases, places_of
 from layerflow.agent.step.step import Step
 from layerflow.agent.step.transfers import LOAD, SAVE

@@ -6,19 +6,15 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 
-from layerflow.agent.direct.client import StoreClient, give_back
-from layerflow.agent.direct.watchdog import Watchdog
+from layerflow.agent.direct.client import StoreClient, Watchdog, give_back
 from layerflow.agent.step.leases import LeasedObject
 from layerflow.agent.step.step import Step
 from layerflow.agent.step.transfers import LOAD, SAVE
 from layerflow.device.base import DeviceEvent
 from layerflow.errors import DeadlineExceeded, PoolError
 from layerflow.hosts.backend import OK, ObjectLocation, ObjectResult, Unreachable, Unusable, pool_name
-from layerflow.hosts.memcache.client.client import MemcacheClient
-from layerflow.hosts.memcache.client.codes import explain
-from layerflow.hosts.memcache.client.headers import SLOTS, Scratch
-from layerflow.hosts.memcache.reading import MemcacheReader, is_header
-from layerflow.hosts.memcache.writing import MemcacheWriter
+from layerflow.hosts.memcache.backend import MemcacheReader, MemcacheWriter, is_header
+from layerflow.hosts.memcache.client import SLOTS, MemcacheClient, Scratch, explain
 from layerflow.objects import HEADER_BYTES, pack_header
 from layerflow.ops.extents import Extents
 from layerflow.ops.paged import PagedMemory
@@ -191,7 +187,7 @@ class DirectCopier:
     """A :class:`~layerflow.ops.base.Copier` for one batch of one step.
 
     Waits on the calling thread for what the copy comes after. The call itself cannot be called back: see
-    :mod:`layerflow.agent.direct.watchdog`.
+    :mod:`layerflow.agent.direct.client`.
     """
 
     way = "ranges"

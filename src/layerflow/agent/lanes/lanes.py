@@ -9,12 +9,10 @@ from collections.abc import Callable
 
 import structlog
 
-from layerflow.agent.connection.link import Link
-from layerflow.agent.lanes.load import LoadLane
-from layerflow.agent.lanes.planned import PlannedCaps
+from layerflow.agent.lanes.load import LoadLane, PlannedCaps, Stagger
 from layerflow.agent.lanes.save import SaveLane
-from layerflow.agent.lanes.stagger import Stagger
 from layerflow.agent.lanes.task import CopyCaps, CopyTask, EmulatedLink, trace
+from layerflow.agent.link import Link
 from layerflow.agent.step.step import Step
 from layerflow.agent.step.transfers import LOAD, SAVE
 from layerflow.agent.values import AgentCounters

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import structlog
 
-from layerflow.agent.connection.reports import ReportBuffer
+from layerflow.agent.link import ReportBuffer
 from layerflow.agent.step.in_flight import CoalescedCopy
 from layerflow.agent.step.step import Step
 from layerflow.agent.step.transfers import CANCELLED, LOAD

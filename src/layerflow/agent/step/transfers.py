@@ -6,23 +6,185 @@ calls is in :class:`layerflow.agent.step.step.Step`.
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import structlog
 
 from layerflow.agent.descriptors import Numbered, PartDescriptor, number_blocks
 from layerflow.agent.step.in_flight import CoalescedCopy, InFlight
-from layerflow.agent.step.loads import LoadState
-from layerflow.agent.step.residents import REPLACED, Residents
-from layerflow.agent.step.saves import SaveReads
-from layerflow.agent.step.times import LayerTimes
+from layerflow.agent.step.loads import REPLACED, LoadState, Residents
 from layerflow.device.base import Device, DeviceEvent
+from layerflow.observe.trace import Span
 from layerflow.ops.copier import NO_WORDS
 from layerflow.ops.covered import CoveredBlocks
 from layerflow.ops.extents import BlockList
+from layerflow.ops.paged import Int64
 from layerflow.wire.messages import Batch, Plan, PlanPart
+
+# Which engine blocks a step's saves have still to read, for engines that recycle blocks while saves are in flight.
+
+
+class SaveReads:
+    """The bytes that are still to be read of each block. Has its own lock: lanes, the link and the engine come here.
+
+    Until the plan is there, every block of every part counts.
+
+    :param parts: the step's save parts.
+    :param groups: for every layer of the model: its group.
+    :param block_bytes: per group: bytes of one block in one layer, all planes.
+    """
+
+    def __init__(self, parts: Sequence[PartDescriptor], groups: Sequence[int], block_bytes: Sequence[int]) -> None:
+        self._parts = parts
+        self._groups = groups
+        self._block_bytes = block_bytes
+        self._numbered: Mapping[int, Numbered] | None = None
+        self._owed: dict[int, Int64] = {}
+        self._over = not parts
+        self._condition = threading.Condition()
+
+    def number(self, numbered: Mapping[int, Numbered]) -> None:
+        """The plan is there; blocks of objects that got no room are not read."""
+        with self._condition:
+            self._numbered = numbered
+            for group, column in numbered.items():
+                whole = self._groups.count(group) * self._block_bytes[group]
+                self._owed[group] = np.full(len(column.numbers), whole, dtype=np.int64)
+            self._condition.notify_all()
+
+    def placed(self, position: int) -> Int64:
+        """Which blocks of a part the plan gave room, by number: int64, shape ``(n,)``; none before the plan.
+
+        Objects of the other blocks are stored already, by another step, or there is no room for them.
+        """
+        with self._condition:
+            column = (self._numbered or {}).get(self._parts[position].group)
+            return column.numbers[column.part == position] if column is not None else np.empty(0, dtype=np.int64)
+
+    def ended(self, batch: Batch) -> None:
+        """A save batch will not touch engine memory any more, whatever became of it."""
+        group = self._groups[batch.layer]
+        with self._condition:
+            if group in self._owed:
+                part = batch.byte_hi - batch.byte_lo
+                self._owed[group][batch.lo : batch.hi] -= part or self._block_bytes[group]
+                self._condition.notify_all()
+
+    def settled(self, positions: Collection[int]) -> None:
+        """These parts are stored or given up: no batch of them is left."""
+        with self._condition:
+            for group, column in (self._numbered or {}).items():
+                self._owed[group][np.isin(column.part, list(positions))] = 0
+            self._condition.notify_all()
+
+    def stop(self) -> None:
+        """No save of this step touches engine memory any more."""
+        with self._condition:
+            self._over = True
+            self._condition.notify_all()
+
+    def of(self, request: str) -> bool:
+        """Is a block of this request still to be read?"""
+        with self._condition:
+            mine = [position for position, part in enumerate(self._parts) if part.request == request]
+            if self._over or not mine or self._numbered is None:
+                return bool(mine) and not self._over
+            return any(
+                bool((np.isin(column.part, mine) & (self._owed[group] > 0)).any())
+                for group, column in self._numbered.items()
+            )
+
+    def any_of(self, group_blocks: Sequence[Int64]) -> bool:
+        """Is one of these engine blocks still to be read?
+
+        :param group_blocks: per group: engine block ids.
+        """
+        with self._condition:
+            return self._any_of(group_blocks)
+
+    def wait(self, group_blocks: Sequence[Int64], until: float) -> bool:
+        """Wait until none of these blocks is still to be read; False at `until`, monotonic seconds."""
+        with self._condition:
+            left = max(0.0, until - time.monotonic())
+            return self._condition.wait_for(lambda: not self._any_of(group_blocks), left)
+
+    def _any_of(self, group_blocks: Sequence[Int64]) -> bool:
+        if self._over:
+            return False
+        if self._numbered is None:
+            return any(bool(np.isin(part.engine_blocks(), group_blocks[part.group]).any()) for part in self._parts)
+        return any(
+            bool(np.isin(column.engine_blocks[self._owed[group] > 0], group_blocks[group]).any())
+            for group, column in self._numbered.items()
+        )
+
+
+# What the engine's thread did in one step, layer by layer, and when.
+
+
+class LayerTimes:
+    """Times of the engine's calls, monotonic seconds; 0.0 = not yet.
+
+    The engine's thread stores into the lists itself, since a call would cost it more than the store. Others only read.
+
+    :param layers: of the model.
+
+    :ivar asked_at: by layer: when the engine asked whether it is ready.
+    :ivar waited_at: by layer: when it was told, so that the layer could compute.
+    :ivar done_at: by layer: when the layer's KV was written.
+    :ivar done: by layer: None until its KV is written; then True, or the device event behind it. Stored last.
+    :ivar closed_at: when the forward pass ended.
+    :ivar hurried: a thread waits for the saves.
+    """
+
+    __slots__ = ("asked_at", "closed_at", "done", "done_at", "hurried", "waited_at")
+
+    def __init__(self, layers: int) -> None:
+        self.asked_at = [0.0] * layers
+        self.waited_at = [0.0] * layers
+        self.done_at = [0.0] * layers
+        self.done: list[Any] = [None] * layers
+        self.closed_at = 0.0
+        self.hurried = False
+
+    @property
+    def computed_layers(self) -> int:
+        """How many layers, from the first on, are marked done."""
+        for layer, done in enumerate(self.done):
+            if done is None:
+                return layer
+        return len(self.done)
+
+    def pace(self, now: float) -> float:
+        """Seconds per layer since the first one was done; 0.0 before. Grows while a layer is computed.
+
+        After the forward pass: its average, or the time since its end where that is longer, so that the engine uses the
+        pass's result first. Infinite when a thread waits for the saves.
+        """
+        if self.hurried:
+            return math.inf
+        done = self.computed_layers
+        if not done:
+            return 0.0
+        if self.closed_at:
+            return max((self.closed_at - self.done_at[0]) / done, now - self.closed_at)
+        return (now - self.done_at[0]) / done
+
+    def compute_spans(self) -> Iterator[Span]:
+        """Each layer's computing, once the step is over.
+
+        A layer computes until the engine asks for the next one: its attention goes on after its KV is written.
+        """
+        ends = [*self.asked_at[1:], self.closed_at]
+        for layer, (began, ended, done) in enumerate(zip(self.waited_at, ends, self.done_at, strict=True)):
+            if began > 0.0 and max(ended, done) > began:
+                yield Span("compute", layer, began, ended if ended > began else done)
+
 
 LOAD, SAVE = 0, 1
 CANCELLED = "cancelled"
@@ -322,7 +484,7 @@ class StepTransfers:
         return self.closed or self._times.hurried or bool(self.saves_cancelled)
 
     def pace(self, now: float) -> float:
-        """See :meth:`layerflow.agent.step.times.LayerTimes.pace`."""
+        """See :meth:`layerflow.agent.step.transfers.LayerTimes.pace`."""
         return self._times.pace(now)
 
     # -- how far it is -----------------------------------------------------------------------------

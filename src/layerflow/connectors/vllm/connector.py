@@ -12,7 +12,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import structlog
 import vllm
@@ -24,19 +24,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.forward_context import is_forward_context_available
 
 from layerflow.agent import Agent
-from layerflow.connectors.vllm.embed import embed, embedded_endpoint
+from layerflow.config.settings import Settings
 from layerflow.connectors.vllm.guard import tell
-from layerflow.connectors.vllm.heads import wanted_layout
-from layerflow.connectors.vllm.identity.adapters import Adapters
+from layerflow.connectors.vllm.identity.adapters import START_WAIT_S, Adapters, WeightsReading
 from layerflow.connectors.vllm.identity.computation import model_of
 from layerflow.connectors.vllm.identity.identity import RequestKeys
 from layerflow.connectors.vllm.identity.loaded import LoadedWeights
-from layerflow.connectors.vllm.identity.reading import START_WAIT_S, WeightsReading
-from layerflow.connectors.vllm.layout import Layout, layer_specs, layout_of, waits_by_layer
-from layerflow.connectors.vllm.options import allows_unknown, parse_options
+from layerflow.connectors.vllm.layout import Layout, layer_specs, layout_of, waits_by_layer, wanted_layout
+from layerflow.connectors.vllm.options import Options, allows_unknown, parse_options
 from layerflow.connectors.vllm.pd.options import check_policy
 from layerflow.connectors.vllm.pd.side import HandoffSide
-from layerflow.connectors.vllm.plan.plan import NOT_NAMED, StepPlan, WorkerLayout, WorkerReport
+from layerflow.connectors.vllm.plan import NOT_NAMED, StepPlan, WorkerLayout, WorkerReport
 from layerflow.connectors.vllm.reuse import obstacle
 from layerflow.connectors.vllm.scheduler import recovery
 from layerflow.connectors.vllm.scheduler.events import ChunkEvents
@@ -47,9 +45,24 @@ from layerflow.connectors.vllm.worker.hooks import forward_pass
 from layerflow.connectors.vllm.worker.order import steps_in_flight
 from layerflow.connectors.vllm.worker.stats import TransferMetrics, TransferStats
 from layerflow.connectors.vllm.worker.worker import WorkerSide
+from layerflow.server import EmbeddedServer
 
-if TYPE_CHECKING:
-    from layerflow.server import EmbeddedServer
+# Without an endpoint: a server on a thread of the first worker's process, reachable for the engine's others.
+
+
+def embedded_endpoint(engine_id: str) -> str:
+    """Where an engine's embedded server listens; all its processes compute the same."""
+    folder = os.environ.get("XDG_RUNTIME_DIR") or "/tmp"  # noqa: S108  the folder below it is private
+    return f"ipc://{folder}/layerflow-{os.getuid()}/vllm-{engine_id[-40:]}"
+
+
+def embed(options: Options, engine_id: str) -> EmbeddedServer:
+    """Start it.
+
+    :raises LayerflowError: its settings are wrong, or its endpoint is taken.
+    """
+    return EmbeddedServer(Settings.load(None, options.server), endpoint=embedded_endpoint(engine_id))
+
 
 _SCHEDULER_HOOKS = (
     "on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta",

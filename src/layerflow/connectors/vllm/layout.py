@@ -8,10 +8,12 @@ part of the fingerprint.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
+import json
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,18 +21,9 @@ import msgspec
 import structlog
 import torch
 
-from layerflow.boxes import HeadAxis
-from layerflow.connectors.vllm.drafts import (
-    BOUND,
-    draft_facts,
-    draft_layers,
-    draft_name,
-    guesses_unseen,
-    left_out,
-)
-from layerflow.connectors.vllm.heads import group_axis
+from layerflow.boxes import HeadAxis, PlaneInterior, head_axis
 from layerflow.connectors.vllm.identity.computation import computation_of
-from layerflow.connectors.vllm.identity.identity import Checkpoint, arithmetic_of, checkpoint_of
+from layerflow.connectors.vllm.identity.identity import Checkpoint, arithmetic_of, checkpoint_of, quantization_of
 from layerflow.connectors.vllm.options import Options
 from layerflow.connectors.vllm.reuse import kind_of
 from layerflow.connectors.vllm.versions import release
@@ -38,7 +31,125 @@ from layerflow.errors import ConfigError, Unsupported
 from layerflow.kinds import KINDS
 from layerflow.spec import DEFAULT_CHUNK_TOKENS, GroupSpec, ModelSpec, Plane, Shard
 
+# Layers of a draft model (EAGLE, MTP, a small model): which of vLLM's they are, and what their bytes depend on.
+#
+# vLLM 0.32 gives them no cache group of their own where their caches look like the model's. To layerflow they are one,
+# so that engines with another draft model, or with none, share everything else.
+
+
+BOUND = "a draft model may spread its KV heads over ranks in another way than the model"
+_NAMED = {"draft_model", "mtp"}
+_NO_LAYERS = ("ngram", "ngram_gpu", "suffix")
+"""Methods that guess without a cache."""
+
 log = structlog.get_logger("layerflow.vllm")
+
+
+def draft_layers(vllm_config: Any, names: Iterable[str]) -> frozenset[str]:
+    """Those of a draft model: named so, or numbered behind the model's last layer, as EAGLE's and most MTPs' are."""
+    if getattr(vllm_config, "speculative_config", None) is None:
+        return frozenset()
+    count = vllm_config.model_config.get_total_num_hidden_layers()
+
+    def is_draft(parts: list[str]) -> bool:
+        return not _NAMED.isdisjoint(parts) or next((int(part) for part in parts if part.isdecimal()), 0) >= count
+
+    return frozenset(name for name in names if is_draft(name.split(".")))
+
+
+def guesses_unseen(vllm_config: Any, drafts: frozenset[str]) -> bool:
+    """Is there a draft model of which no layer can be told from the model's?"""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    return speculative is not None and not drafts and speculative.method not in _NO_LAYERS
+
+
+def draft_facts(vllm_config: Any, layers: Collection[str]) -> str:
+    """What the draft model computes with, its weights and its cache's layout apart."""
+    speculative = vllm_config.speculative_config
+    model = speculative.draft_model_config
+    facts = {"method": speculative.method, "dtype": str(model.dtype), "quantization": quantization_of(model)}
+    return json.dumps([facts, sorted(computation_of(vllm_config, model, layers))], sort_keys=True)
+
+
+def left_out(reason: str) -> None:
+    """Say that the draft model's layers are neither stored nor loaded."""
+    log.info("draft_layers_left_out", reason=reason)
+
+
+def draft_name(facts: str, packing: str, group: GroupSpec) -> str:
+    """For :attr:`layerflow.spec.Shard.drafts`, before the draft model's weights are known.
+
+    :param facts: of :func:`draft_facts`. :param packing: as of :attr:`layerflow.spec.ModelSpec.attention`.
+    """
+    cached = [facts, packing, group.kind, group.block_size, len(group.layers), group.window]
+    cached += [[plane.name, plane.dtype, plane.shape] for plane in group.planes]
+    return hashlib.blake2b(json.dumps(cached).encode(), digest_size=16).hexdigest()
+
+
+# Which of vLLM's caches can be cut between KV heads, so that engines of other tensor sizes share them.
+
+
+HEAD_MAJOR = "LBHNC"
+"""The name of vLLM's layout in which a block's heads lie one after the other (HND)."""
+_LAYOUTS = "vllm.v1.kv_cache_layout"
+_LATENT = ("MLAAttentionSpec", "SlidingWindowMLASpec")
+
+
+def wanted_layout(vllm_config: Any) -> str | None:
+    """The layout to ask vLLM for; it takes another one, with a warning, where its kernels cannot read this one."""
+    model = vllm_config.model_config
+    named = importlib.util.find_spec(_LAYOUTS) is not None  # before, a layer was viewed in as many ways as backends
+    return HEAD_MAJOR if named and model is not None and not model.use_mla else None
+
+
+def group_axis(
+    vllm_config: Any,
+    kind: str,
+    layers: Mapping[str, tuple[Any, Sequence[torch.Tensor]]],
+    num_blocks: int,
+) -> HeadAxis:
+    """What the heads of one group's boxes are.
+
+    :param kind: layerflow's name of the group's kind.
+    :param layers: of the group: by name its vLLM spec and its registered tensors.
+    """
+    size = vllm_config.parallel_config.tensor_parallel_size
+    axes = {
+        head_axis(
+            kind,
+            [_interior(layer_spec, part, tensor, num_blocks) for part, tensor in enumerate(tensors)],
+            _model_heads(vllm_config.model_config, name),
+            size,
+        )
+        for name, (layer_spec, tensors) in layers.items()
+    }
+    if len(axes) == 1:
+        return axes.pop()
+    refusals = sorted(axis.refusal for axis in axes if axis.refusal)
+    return HeadAxis(size, refusals[0] if refusals else "its layers have different numbers of KV heads")
+
+
+def _interior(layer_spec: Any, part: int, tensor: torch.Tensor, num_blocks: int) -> PlaneInterior:
+    """vLLM's view of a layer is (blocks, heads, tokens, content), in any physical order."""
+    name = f"part{part}" if part else "kv"
+    if type(layer_spec).__name__ in _LATENT:
+        return PlaneInterior(name, 0, "")
+    heads = int(getattr(layer_spec, "num_kv_heads", 1))
+    if tensor.dim() != 4 or tensor.shape[:2] != (num_blocks, heads):
+        return PlaneInterior(name, heads, "")  # several kernel blocks in one, keys beside values, or no head axis
+    strides = tensor.stride()
+    order = sorted((axis for axis in (1, 2, 3) if tensor.shape[axis] > 1), key=lambda axis: -strides[axis])
+    return PlaneInterior(name, heads, "".join("BHNC"[axis] for axis in order) or "C")
+
+
+def _model_heads(model: Any, name: str) -> int:
+    """KV heads of the model in one layer, over all ranks."""
+    facts: Any = getattr(model, "model_arch_config", None)
+    if hasattr(type(facts), "__getitem__"):  # layers that differ
+        layer = next((int(part) for part in name.split(".") if part.isdecimal()), 0)
+        return int(facts[layer].total_num_kv_heads)
+    return int(model.get_total_num_kv_heads())
+
 
 GroupName = tuple[int, Any]
 """What all pipeline stages call one of layerflow's groups: vLLM's cache group, and its layers' spec."""

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from layerflow.backends import installed
-from layerflow.config.foreign import what_to_write
 from layerflow.config.pool import usable_backend
 from layerflow.config.settings import Settings
-from layerflow.config.sources import LAYERWISE_MODES
+from layerflow.config.sources import LAYERWISE_MODES, what_to_write
 from layerflow.connectors.vllm.pd.options import PdOptions, parse_pd
 from layerflow.connectors.vllm.versions import ALLOW_UNKNOWN
 from layerflow.endpoint import local_endpoint

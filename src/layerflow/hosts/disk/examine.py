@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from layerflow.config.settings import PoolSettings
-from layerflow.findings import Finding, ok, problem, warning
-from layerflow.findings.memory import size_text
+from layerflow.findings import Finding, ok, problem, size_text, warning
 from layerflow.hosts.disk.folder import holder_of, obstacle
 from layerflow.hosts.disk.plugin import DiskSettings
 from layerflow.system import machine

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from layerflow.errors import PoolError
 from layerflow.hosts.backend import IndexEntry, ObjectLocation, ObjectStatus
-from layerflow.hosts.disk.format import StoredFile
+from layerflow.hosts.disk.folder import StoredFile
 from layerflow.pool.eviction import S3Fifo
 
 

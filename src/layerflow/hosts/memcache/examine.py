@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from layerflow import findings as probes
 from layerflow.config.fields import is_loopback
 from layerflow.config.settings import PoolSettings, parse_size
 from layerflow.errors import ConfigError, Unsupported
-from layerflow.findings import Finding, ok, probes, problem, warning
-from layerflow.findings.memory import fits
+from layerflow.findings import Finding, fits, ok, problem, warning
 from layerflow.hosts.memcache.environment import emulator, missing_cann
 from layerflow.hosts.memcache.metaservice import ready
 from layerflow.hosts.memcache.plugin import EMULATED, META_KEY, MemcacheSettings

@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 from urllib.parse import urlsplit
 
-from layerflow.hosts.shared.monitor import HttpProbe, ServiceMonitor
-from layerflow.hosts.shared.service import Service
+from layerflow.hosts.shared.service import HttpProbe, Service, ServiceMonitor
 
 _WHOSE = "memcache's MetaService"
 

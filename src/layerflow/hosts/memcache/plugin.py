@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import field_validator, model_validator
 
+from layerflow import findings as probes
 from layerflow.backends import LEAST_TRIAL_BYTES, Plugin, Trial, free_ports
 from layerflow.config.fields import (
     BackendOptions,
@@ -21,7 +22,6 @@ from layerflow.config.fields import (
     setting,
 )
 from layerflow.errors import Unsupported
-from layerflow.findings import probes
 
 EMULATED = ("host_tcp", "host_shm")
 """Transports of the emulated CANN."""

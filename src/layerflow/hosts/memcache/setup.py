@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from layerflow.hosts.backend import Unreachable, Unusable
-from layerflow.hosts.memcache.client.codes import explain
+from layerflow.hosts.memcache.client import explain
 from layerflow.hosts.memcache.environment import missing_cann
 from layerflow.hosts.memcache.metaservice import tcp_address
 from layerflow.hosts.memcache.plugin import EMULATED, META_KEY, MemcacheSettings
-from layerflow.hosts.shared.options import HostOptions
+from layerflow.hosts.shared.client import HostOptions
 from layerflow.hosts.shared.service import Service
 
 NEEDED = "1.3.0"

@@ -6,7 +6,9 @@ layers: a write is a start and an end, a fetch a start and a look at the sizes, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from layerflow.hosts.backend import (
@@ -15,17 +17,286 @@ from layerflow.hosts.backend import (
     BackendInfo,
     ObjectLocation,
     ObjectResult,
+    ObjectStatus,
     Unreachable,
     pool_name,
 )
-from layerflow.hosts.mooncake.client import Master, MooncakeClient, explain
-from layerflow.hosts.mooncake.condemned import Condemned
-from layerflow.hosts.mooncake.reading import MooncakeReader
-from layerflow.hosts.mooncake.setup import MooncakeOptions, connect
-from layerflow.hosts.mooncake.warm import Warming, added, mapped
-from layerflow.hosts.mooncake.writing import MooncakeWriter
-from layerflow.hosts.shared.store import SharedStore
+from layerflow.hosts.mooncake.client import (
+    EXISTS,
+    INVALID,
+    NOT_FOUND,
+    NOT_IN_MEMORY,
+    NOT_OURS,
+    Master,
+    MooncakeClient,
+    MooncakeOptions,
+    Warming,
+    added,
+    connect,
+    explain,
+    mapped,
+    moved,
+    opening,
+    reading,
+    writing,
+)
+from layerflow.hosts.shared.service import Service
+from layerflow.hosts.shared.store import OTHER_SIZE, OpenRead, OpenWrite, SharedStore, StoreReader, StoreWriter
 from layerflow.system.memfd import SharedMemory
+
+# Reading from Mooncake: get sessions. Opening asks the master once for all objects; layers then ask it nothing.
+
+
+_NO_SIZE = ObjectResult(ObjectStatus.FAILED, "Mooncake's master did not say how large it is")
+
+
+class MooncakeReader(StoreReader):
+    """The fetch thread's. The library knows one session by an object's name, however many jobs read the object.
+
+    :ivar offloads: a client of the store moves objects to a disk of its own. Then that an object is there does not mean
+        that it is in memory, and a session reads from memory only.
+    """
+
+    def __init__(self, calls: MooncakeClient, master: Service) -> None:
+        super().__init__(calls, master)
+        self._calls = calls
+        self._open: dict[bytes, OpenRead] = {}
+        self.offloads = False
+
+    def _lease(self, places: Sequence[ObjectLocation], generation: int) -> list[ObjectResult]:
+        names = [pool_name(place.key) for place in places]
+        codes = self._calls.codes("batch_get_session_start", names)
+        self.offloads = self.offloads or NOT_IN_MEMORY in codes
+        results = [reading(code) for code in codes]
+        sizes = self._sizes([name for name, result in zip(names, results, strict=True) if result is OK])
+        refused: list[str] = []
+        for at, (place, name) in enumerate(zip(places, names, strict=True)):
+            if results[at] is OK and sizes.get(name) != {place.nbytes}:
+                results[at] = OTHER_SIZE if name in sizes else _NO_SIZE
+                if place.key not in self._open:
+                    refused.append(name)
+            elif results[at] is OK:
+                opened = self._open.setdefault(place.key, OpenRead(generation))
+                opened.generation = generation  # the library's session was replaced, for earlier readers too
+                opened.readers += 1
+        if refused:
+            self._calls("batch_get_session_end", refused)
+        return results
+
+    def in_memory(self, names: list[str]) -> set[str]:
+        """Those of which a copy is in the memory of some client. Any thread.
+
+        :raises Unreachable: the master does not answer.
+        """
+        return {name for name, sizes in self._sizes(names).items() if sizes}
+
+    def forget(self) -> None:
+        """See :meth:`StoreReader.forget`."""
+        super().forget()
+        self._open.clear()
+
+    def _opened(self, place: ObjectLocation) -> OpenRead | None:
+        return self._open.get(place.key)
+
+    def _copy(self, places: Sequence[ObjectLocation], lo: int, hi: int, until: float) -> list[ObjectResult]:
+        spans = [(place.start(lo) if lo else 0, place.start(hi)) for place in places]
+        codes = self._calls.codes(
+            "batch_get_into_multi_buffer_ranges",
+            [pool_name(place.key) for place in places],
+            [[place.address + start] for place, (start, _) in zip(places, spans, strict=True)],
+            [[stop - start] for start, stop in spans],
+            [[start] for start, _ in spans],
+        )
+        return [reading(moved(code, stop - start)) for code, (start, stop) in zip(codes, spans, strict=True)]
+
+    def _unlease(self, places: Sequence[ObjectLocation]) -> None:
+        """End the sessions of objects that nobody else reads; the master is not asked."""
+        ended: list[str] = []
+        for place in places:
+            opened = self._open.get(place.key)
+            if opened is None:
+                continue
+            opened.readers -= 1
+            if not opened.readers:
+                del self._open[place.key]
+                ended.append(pool_name(place.key))
+        if ended:
+            self._calls("batch_get_session_end", ended)
+
+    def _sizes(self, names: list[str]) -> dict[str, set[int]]:
+        """Bytes of each object, as its copies in memory have it; one call."""
+        copies = self._calls("batch_get_replica_desc", names) if names else {}
+        self.offloads = self.offloads or any(each.is_local_disk_replica() for some in copies.values() for each in some)
+        return {
+            name: {each.get_memory_descriptor().buffer_descriptor.size for each in some if each.is_memory_replica()}
+            for name, some in copies.items()
+        }
+
+
+# Writing to Mooncake: put sessions. An object is visible when its session has ended well, and not before.
+#
+# The library publishes whatever part of an object was written, so the layers are counted by :class:`StoreWriter`.
+
+
+SESSION_S = 300.0
+"""A session older than this writes no more: after `put_start_release_timeout_sec` (by default 600) the master
+gives its room to others, and writes into it would still succeed."""
+QUARANTINE_S = 60.0
+"""So long the room of a write that failed under way stays taken: what hangs at its owner may still land there."""
+
+_LANDING = ObjectResult(ObjectStatus.FAILED, "an earlier write of it failed under way, and may still be landing")
+
+
+class MooncakeWriter(StoreWriter):
+    """The write thread's.
+
+    :ivar replicate: the library's ``ReplicateConfig``.
+    """
+
+    def __init__(self, calls: MooncakeClient, master: Service) -> None:
+        super().__init__(calls, master)
+        self._calls = calls
+        self.replicate: Any = None
+        self._landing: dict[bytes, float] = {}  # until when their room stays taken
+
+    def forget(self) -> None:
+        """See :meth:`StoreWriter.forget`."""
+        super().forget()
+        self._landing.clear()
+
+    def check(self, place: ObjectLocation, layers: int | None = None) -> ObjectResult:
+        """See :meth:`StoreWriter.check`."""
+        return _LANDING if place.key in self._landing else super().check(place, layers)
+
+    def _allocate(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
+        self._free_landed()
+        results = [_LANDING] * len(places)
+        generation, free = (
+            self._service.reach(),
+            [at for at, place in enumerate(places) if place.key not in self._landing],
+        )
+        now = time.monotonic()
+        for at, code in zip(free, self._start([places[at] for at in free]), strict=True):
+            results[at] = opening(code)
+            if code == 0:
+                self._open[places[at].key] = OpenWrite(generation, now + SESSION_S)
+        return results
+
+    def _copy(
+        self, places: Sequence[ObjectLocation], spans: Sequence[tuple[int, int]], until: float
+    ) -> list[ObjectResult]:
+        codes = self._calls.codes(
+            "batch_put_from_multi_buffer_ranges",
+            [pool_name(place.key) for place in places],
+            [[place.address + start] for place, (start, _) in zip(places, spans, strict=True)],
+            [[stop - start] for start, stop in spans],
+            [[start] for start, _ in spans],
+        )
+        codes = [moved(code, stop - start) for code, (start, stop) in zip(codes, spans, strict=True)]
+        quarantined = time.monotonic() + QUARANTINE_S
+        self._landing |= {place.key: quarantined for place, code in zip(places, codes, strict=True) if code != 0}
+        return [writing(code) for code in codes]
+
+    def _publish(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
+        codes = self._calls.codes("batch_put_session_end", [pool_name(place.key) for place in places])
+        if taken := codes.count(NOT_OURS):
+            self._calls.count("sessions_taken_over", taken)
+        return [writing(code) for code in codes]
+
+    def _give_back(self, ended: dict[bytes, OpenWrite]) -> None:
+        """What may still be landing keeps its room for a while."""
+        self._revoke([key for key in ended if key not in self._landing])
+
+    def _start(self, places: Sequence[ObjectLocation]) -> list[int]:
+        if not places:
+            return []
+        names, sizes = [pool_name(place.key) for place in places], [place.nbytes for place in places]
+        codes = self._calls.codes("batch_put_session_start", names, sizes, self.replicate)
+        # The library keeps a session whose end the master refused or did not hear, and starts no other one of its name.
+        left = [at for at, code in enumerate(codes) if code == INVALID]
+        if left:
+            revoked = self._calls.codes("batch_put_session_revoke", [names[at] for at in left])
+            for at, code in zip(left, revoked, strict=True):
+                codes[at] = EXISTS if code == NOT_OURS else code
+            left = [at for at in left if codes[at] == 0]
+        if left:
+            again = self._calls.codes(
+                "batch_put_session_start", [names[at] for at in left], [sizes[at] for at in left], self.replicate
+            )
+            for at, code in zip(left, again, strict=True):
+                codes[at] = code
+        return codes
+
+    def _free_landed(self) -> None:
+        now = time.monotonic()
+        landed = [key for key, until in self._landing.items() if until <= now]
+        for key in landed:
+            del self._landing[key]
+        try:
+            self._revoke(landed)
+        except Unreachable:
+            self._calls.count("failed_revokes", len(landed))
+
+    def _revoke(self, keys: Sequence[bytes]) -> None:
+        # Without the master there is nothing to give back; what the library keeps is revoked where it is in the way.
+        if keys and self._service.generation:
+            self._calls.codes("batch_put_session_revoke", [pool_name(key) for key in keys])
+
+
+# Objects whose bytes were found broken: removed from the store, but never under another node's lease.
+#
+# With `force` the master removes at once, and gives the memory to other objects while another node still reads it under
+# a lease. Without, it refuses as long as anyone has a lease; looking an object up takes one. So a client that found an
+# object broken asks for it no more, and tries to remove it until it succeeds.
+
+
+_MANY = 4096
+
+
+class Condemned:
+    """Keys to be removed. Any thread.
+
+    :param calls: of the client.
+    """
+
+    def __init__(self, calls: MooncakeClient) -> None:
+        self._calls = calls
+        self._lock = threading.Lock()
+        self._keys: dict[bytes, None] = {}
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._keys
+
+    def add(self, keys: Sequence[bytes]) -> None:
+        """Remove these, now or once their leases have run out. Past a few thousand the oldest are forgotten."""
+        with self._lock:
+            self._keys |= dict.fromkeys(keys)
+            for key in list(self._keys)[: max(0, len(self._keys) - _MANY)]:
+                del self._keys[key]
+        self.remove()
+
+    def discard(self, keys: Iterable[bytes]) -> None:
+        """They were written anew."""
+        with self._lock:
+            for key in keys:
+                self._keys.pop(key, None)
+
+    def remove(self) -> None:
+        """Try again. What the master does not answer for stays condemned."""
+        keys = list(self._keys)
+        if not keys:
+            return
+        try:
+            codes = self._calls.codes("batch_remove", [pool_name(key) for key in keys], False)
+        except Unreachable:
+            return
+        self.discard(key for key, code in zip(keys, codes, strict=True) if code in (0, NOT_FOUND))
+
+    def forget(self) -> None:
+        """The store is another."""
+        with self._lock:
+            self._keys.clear()
+
 
 _COUNTED = ("full_retries", "expired_leases", "failed_calls", "failed_revokes", "sessions_taken_over")
 

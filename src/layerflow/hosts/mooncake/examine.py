@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from layerflow import findings as probes
 from layerflow.config.settings import PoolSettings
-from layerflow.findings import Finding, ok, probes, problem, warning
-from layerflow.findings.memory import fits
+from layerflow.findings import Finding, fits, ok, problem, warning
 from layerflow.hosts.mooncake.plugin import MooncakeSettings
 from layerflow.system import machine
 

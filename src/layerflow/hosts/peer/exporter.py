@@ -5,9 +5,15 @@ Started by a server, never by hand. It writes nothing: its mapping of the arena,
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import math
 import os
 import socket
 import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -16,11 +22,12 @@ from layerflow.backends import named
 from layerflow.errors import LayerflowError, ProtocolError
 from layerflow.hosts.arguments import connect
 from layerflow.hosts.backend import Unusable
-from layerflow.hosts.peer.grants import Grants
-from layerflow.hosts.peer.serving import Links
+from layerflow.hosts.peer.grants import Grants, ReadGrant
+from layerflow.hosts.peer.link import Lender, LentLink, LinkClosed, LinkFailed, LinkStalled, greet, receive, send
 from layerflow.links import links
 from layerflow.system.descriptors import prepare_descriptors
 from layerflow.system.memfd import SharedMemory
+from layerflow.system.threads import OwnedThread
 from layerflow.wire.host_messages import (
     Down,
     Extend,
@@ -37,11 +44,238 @@ from layerflow.wire.host_messages import (
     decode_to_host,
     encode,
 )
+from layerflow.wire.peer_link import (
+    GONE,
+    HEAD,
+    ITEM,
+    MAX_LINK_ITEMS,
+    NOT_YET,
+    READ,
+    REQUEST,
+    REQUEST_MAGIC,
+)
+
+# The exporter's end of links: connections of readers, one thread each; what the bytes go over is the lender's.
+#
+# A connection counts among the links once it has shown that it is a reader's. Until then it has a few seconds, and it
+# is hung up on where too many others come after it: whoever can reach the port keeps no reader out.
+
+
+MAX_LINKS, MAX_LINKS_OF_READER = 256, 8
+"""Links at once, and of one reader: past either the one that was idle longest is hung up on."""
+MAX_GREETING = 64
+"""Connections that have not shown yet whose they are: past this the first of them is hung up on."""
+GREETING_S = 3.0
+"""In which they must."""
+REQUEST_S = 5.0
+"""For what follows the first frame of a request."""
+IDLE_S = 600.0
+"""A link over which nothing is asked for so long is hung up on."""
+PAUSE_S = 0.1
+"""After an accept that failed: for want of descriptors, memory or threads, of which others may give some back."""
+BACKLOG = 64
+_GONE = frozenset((errno.EBADF, errno.EINVAL, errno.ENOTSOCK, errno.EOPNOTSUPP))
+"""Errors of a listener that will accept nothing any more."""
+
+log = structlog.get_logger("layerflow.hosts.peer.exporter")
+
+
+@dataclass(slots=True, eq=False)
+class _Link:
+    """One connection.
+
+    :param reader: whose it is; empty = it has not shown that yet.
+    :param idle_since: monotonic seconds; infinite while a request is answered.
+    """
+
+    connection: socket.socket
+    address: str
+    reader: bytes = b""
+    idle_since: float = field(default_factory=time.monotonic)
+
+    def hang_up(self) -> None:
+        """Its thread, which may wait for the other end, sees to the rest."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+
+class Links:
+    """Listens, and serves.
+
+    :param arena: what grants say of it is read here. :param lender: moves bytes out of it.
+    :param address: host and port, 0 = any.
+    :param incarnation: of this exporter. :param exporter_key: from which the keys of its readers follow.
+    :param ended: told that nothing is accepted any more; on the accepting thread, the last thing it does.
+    :raises OSError: nobody can listen there.
+    """
+
+    def __init__(
+        self,
+        arena: SharedMemory,
+        lender: Lender,
+        grants: Grants,
+        address: tuple[str, int],
+        incarnation: bytes,
+        exporter_key: bytes,
+        ended: Callable[[], None],
+    ) -> None:
+        self._arena, self._lender, self._grants = arena, lender, grants
+        self._incarnation, self._key, self._ended = incarnation, exporter_key, ended
+        self._listener = socket.create_server(address, backlog=BACKLOG)
+        self.port = int(self._listener.getsockname()[1])
+        self._greeting: dict[_Link, None] = {}  # oldest first
+        self._links: set[_Link] = set()
+        self._lock = threading.Lock()
+        self._read_bytes = self._read_objects = self._refused = self._failed_accepts = 0
+
+    def start(self) -> None:
+        """Accept, on a thread."""
+        OwnedThread("layerflow-accept", self._accept, lost=lambda _: self._ended()).start()
+
+    def statistics(self) -> dict[str, float]:
+        """Counters and gauges."""
+        with self._lock:
+            return {
+                "links": len(self._links),
+                "greeting_links": len(self._greeting),
+                "lent_leases": len(self._grants),
+                "read_bytes_total": self._read_bytes,
+                "read_objects_total": self._read_objects,
+                "refused_links_total": self._refused,
+                "failed_accepts_total": self._failed_accepts,
+            }
+
+    def _accept(self) -> None:
+        """:raises OSError: the listener is gone."""
+        while True:
+            connection: socket.socket | None = None
+            try:
+                connection, address = self._listener.accept()
+                self._begin(_Link(connection, f"{address[0]}:{address[1]}"))
+            except (OSError, RuntimeError) as error:
+                if connection is not None:
+                    connection.close()
+                elif isinstance(error, OSError) and (error.errno in _GONE or self._listener.fileno() < 0):
+                    raise
+                with self._lock:
+                    self._failed_accepts += 1
+                log.warning("accept_failed", error=str(error), again_in_s=PAUSE_S)
+                time.sleep(PAUSE_S)
+
+    def _begin(self, link: _Link) -> None:
+        """:raises RuntimeError: there is no thread for it."""
+        with self._lock:
+            oldest = next(iter(self._greeting)) if len(self._greeting) >= MAX_GREETING else None
+            if oldest is not None:
+                del self._greeting[oldest]  # its thread may end later; the next one to go is another
+            self._greeting[link] = None
+        if oldest is not None:
+            oldest.hang_up()
+        try:
+            threading.Thread(target=self._serve, args=(link,), name="layerflow-link", daemon=True).start()
+        except RuntimeError:
+            with self._lock:
+                self._greeting.pop(link, None)
+            raise
+
+    def _serve(self, link: _Link) -> None:
+        connection = link.connection
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            self._admit(link, greet(connection, self._key, GREETING_S))
+            with contextlib.closing(self._lender.open(self._incarnation)) as lent:
+                lent.introduce(connection)
+                while True:
+                    self._answer(link, lent)
+        except LinkClosed:
+            pass
+        except (ProtocolError, LinkFailed, LinkStalled, OSError) as error:
+            self._refuse(link.address, str(error))
+        finally:
+            with self._lock:
+                self._greeting.pop(link, None)
+                self._links.discard(link)
+            with contextlib.suppress(OSError):
+                connection.close()
+
+    def _admit(self, link: _Link, reader: bytes) -> None:
+        """It is that reader's.
+
+        :raises LinkFailed: there is no room for one more.
+        """
+        with self._lock:
+            if link not in self._greeting:
+                raise LinkClosed("it took too long to greet")
+            del self._greeting[link]
+            own = [other for other in self._links if other.reader == reader]
+            crowd = own if len(own) >= MAX_LINKS_OF_READER else self._links if len(self._links) >= MAX_LINKS else ()
+            idle = min(crowd, key=lambda other: other.idle_since, default=None)
+            if idle is not None and idle.idle_since > time.monotonic():
+                raise LinkFailed(f"{len(crowd)} links are open, and all of them are read")
+            if idle is not None:
+                self._links.discard(idle)
+            link.reader, link.idle_since = reader, time.monotonic()
+            self._links.add(link)
+        if idle is not None:
+            idle.hang_up()
+
+    def _refuse(self, reader: str, why: str) -> None:
+        with self._lock:
+            self._refused += 1
+        log.warning("link_refused", reader=reader, error=why)
+
+    def _answer(self, link: _Link, lent: LentLink) -> None:
+        """One request.
+
+        :raises LinkClosed: the other end has hung up, or asks for nothing.
+        """
+        connection, raw = link.connection, bytearray(REQUEST.size)
+        try:
+            receive(connection, [memoryview(raw)], IDLE_S)
+        except LinkStalled as error:
+            raise LinkClosed(str(error)) from None
+        link.idle_since = math.inf
+        try:
+            self._give(connection, lent, bytes(raw))
+        finally:
+            link.idle_since = time.monotonic()
+
+    def _give(self, connection: socket.socket, lent: LentLink, request: bytes) -> None:
+        magic, count, token, turn = REQUEST.unpack(request)
+        if magic != REQUEST_MAGIC or not 0 < count <= MAX_LINK_ITEMS:
+            raise ProtocolError(f"no request: {magic!r} with {count} items")
+        table = bytearray(count * ITEM.size)
+        receive(connection, [memoryview(table)], REQUEST_S)
+        items = [(position, start, length) for position, _, start, length in ITEM.iter_unpack(table)]
+        with self._grants.read(token, connection) as grant:
+            states = [self._state(grant, *item) for item in items]
+            heads = [
+                HEAD.pack(position, status, length if status == READ else 0)
+                for (position, _, length), status in zip(items, states, strict=True)
+            ]
+            mine = [item for item, status in zip(items, states, strict=True) if status == READ]
+            if grant is None or not mine:
+                send(connection, [b"".join(heads)])
+                return
+            given = lent.send(connection, grant, heads, mine, turn)
+        with self._lock:
+            self._read_bytes += given
+            self._read_objects += len(mine)
+
+    def _state(self, grant: ReadGrant | None, position: int, start: int, length: int) -> int:
+        """Whether it may be read; a status."""
+        if grant is None:
+            return GONE
+        status = grant.check(self._arena.read, position, start, length)
+        if status == NOT_YET:
+            self._grants.wait(grant, position, start + length)
+            status = grant.check(self._arena.read, position, start, length)
+        return status
+
 
 NO_LINKS, FATAL = 1, 3
 _READ_BYTES = 1 << 18
-
-log = structlog.get_logger("layerflow.hosts.peer.exporter")
 
 
 class Exporter:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
-from layerflow.hosts.backend import Unreachable
+from pydantic import ValidationError
+
+from layerflow.config.fields import BackendOptions
+from layerflow.hosts.backend import Unreachable, Unusable
 
 CLOSE_PATIENCE_S = 1.0
 
@@ -75,3 +78,27 @@ class ClientHandle:
         """What was counted since the start."""
         with self._changed:
             return dict(self._counts)
+
+
+# What a backend is made from in its host process: its section of the configuration, and how long a call may take.
+
+
+class HostOptions(BackendOptions):
+    """Beside a backend's own section, as a second base class.
+
+    :ivar timeout_ms: what a native call may take.
+    """
+
+    timeout_ms: int = 5000
+
+    @classmethod
+    def read(cls, options: Mapping[str, Any]) -> Self:
+        """:raises Unusable: an option is unknown, or cannot be meant."""
+        try:
+            return cls.model_validate(dict(options))
+        except ValidationError as error:
+            wrong = (
+                f"{'.'.join(map(str, each['loc']))}: {each['msg'].removeprefix('Value error, ')}"
+                for each in error.errors(include_url=False)
+            )
+            raise Unusable(f"its section of [pool] cannot be used: {'; '.join(wrong)}") from None

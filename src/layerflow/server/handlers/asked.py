@@ -10,8 +10,8 @@ from layerflow.config.settings import ServerSettings
 from layerflow.errors import ProtocolError
 from layerflow.hits import NO_BLOCKS, BlockDigests
 from layerflow.keys import DIGEST_BYTES
-from layerflow.server.clients.account import Refused
-from layerflow.server.clients.sessions import ClientSession
+from layerflow.server.account import Refused
+from layerflow.server.clients import ClientSession
 from layerflow.spec import ModelSpec
 from layerflow.wire import codec
 from layerflow.wire import messages as wire

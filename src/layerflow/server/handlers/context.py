@@ -6,17 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from layerflow.config.pd import PdSettings
-from layerflow.config.settings import ServerSettings
-from layerflow.observe.log_limit import LogLimit
-from layerflow.observe.metrics.metrics import Metrics
+from layerflow.config.settings import PdSettings, ServerSettings
+from layerflow.observe.logs import LogLimit
+from layerflow.observe.metrics import Metrics
 from layerflow.observe.slow_steps import SlowSteps
 from layerflow.pool.base import Pool
-from layerflow.server.clients.sessions import ClientSession, Sessions
-from layerflow.server.clients.turns import Turns
+from layerflow.server.clients import ClientSession, Sessions, Turns
 from layerflow.server.driver import Driver
 from layerflow.server.handoffs.registry import Handoffs
-from layerflow.server.lookup.plans import Plans
+from layerflow.server.plans import Plans
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import Message
 

@@ -15,15 +15,13 @@ from layerflow.hits import HitLength, search_hit
 from layerflow.keys import covered_by
 from layerflow.pool import base
 from layerflow.pool.base import Pool
-from layerflow.pool.tails import ANY_LENGTH, merged
-from layerflow.server.clients.account import Charge
-from layerflow.server.clients.sessions import ClientSession
-from layerflow.server.clients.turns import Work
+from layerflow.pool.chunk_index import ANY_LENGTH, merged
+from layerflow.server.account import Charge
+from layerflow.server.clients import ClientSession, Work
 from layerflow.server.handlers.asked import Asked, kept_bytes, read_lookup
 from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handlers.forget import REPLACED
-from layerflow.server.handoffs.contents import first_difference
-from layerflow.server.handoffs.handoff import Handoff, HandoffStatus
+from layerflow.server.handoffs.handoff import Handoff, HandoffStatus, first_difference
 from layerflow.spec import ModelSpec
 from layerflow.wire import messages as wire
 

@@ -10,7 +10,7 @@ import structlog
 from layerflow.flow.events import StepsRevoked
 
 if TYPE_CHECKING:
-    from layerflow.server.clients.sessions import ClientSession
+    from layerflow.server.clients import ClientSession
     from layerflow.server.handlers.context import ServerContext
 
 REPLACED = "the engine's weights were replaced"

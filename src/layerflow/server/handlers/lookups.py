@@ -12,25 +12,24 @@ import msgspec
 from layerflow.hits import BlockDigests, HitLength, search_hit
 from layerflow.places import is_placed, unpack_places
 from layerflow.pool.base import Owner
-from layerflow.server.clients.account import Refused
-from layerflow.server.clients.sessions import ClientSession
-from layerflow.server.clients.turns import Work
+from layerflow.server.account import Refused
+from layerflow.server.clients import ClientSession, Work
 from layerflow.server.handlers.asked import Asked, check_leases, check_lookup, kept_bytes, read_lookup
 from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handlers.following import FollowLookups
 from layerflow.server.handlers.remote import DIGESTS_PER_SLICE, KEPT_KEY_BYTES, RemoteLookups
-from layerflow.server.lookup.lookup import (
+from layerflow.server.peers.questions import PeerAnswer
+from layerflow.server.plans import lease_owner, lookup_owner
+from layerflow.server.search import (
     TieredLookup,
     TierLookup,
     ask_tier,
+    bring_pieces,
     find_and_bring,
     hit_keys,
     prompt_keys,
     prompt_objects,
 )
-from layerflow.server.lookup.pieces import bring_pieces
-from layerflow.server.lookup.plans import lease_owner, lookup_owner
-from layerflow.server.peers.reading.questions import PeerAnswer
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import ToServer
 

@@ -18,16 +18,14 @@ from layerflow.flow.events import (
     SessionLost,
     SessionOpened,
 )
-from layerflow.server.clients.account import Refused
-from layerflow.server.clients.sessions import ClientSession
-from layerflow.server.clients.turns import Work
+from layerflow.server.account import Refused
+from layerflow.server.clients import ClientSession, Work
 from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handlers.forget import purge, reset_engine
-from layerflow.server.handlers.handoffs import end_handoff, open_handoff, release_handoff, watch_handoff
+from layerflow.server.handlers.handoffs import end_handoff, keep_part, open_handoff, release_handoff, watch_handoff
 from layerflow.server.handlers.lookups import Lookups
-from layerflow.server.handlers.parts import keep_part
 from layerflow.server.handlers.steps import open_step, report, tell
-from layerflow.server.lookup.plans import lease_owner
+from layerflow.server.plans import lease_owner
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import ToServer
 from layerflow.wire.rights import NotAllowed

@@ -10,16 +10,15 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Protocol
 
 from layerflow.errors import LayerflowError, ProtocolError
-from layerflow.server.clients.account import Charge
-from layerflow.server.clients.sessions import ClientSession
-from layerflow.server.clients.turns import Work
+from layerflow.server.account import Charge
+from layerflow.server.clients import ClientSession, Work
 from layerflow.server.handlers.asked import Asked, kept_bytes, read_lookup
 from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handlers.forget import REPLACED
 from layerflow.server.handoffs.handoff import Handoff, HandoffStatus
-from layerflow.server.lookup.lookup import prompt_keys, with_alternatives
-from layerflow.server.peers.reading.attachment import Attachment
-from layerflow.server.peers.reading.questions import PeerAnswer
+from layerflow.server.peers.attachment import Attachment
+from layerflow.server.peers.questions import PeerAnswer
+from layerflow.server.search import prompt_keys, with_alternatives
 from layerflow.spec import ModelSpec
 from layerflow.wire import messages as wire
 

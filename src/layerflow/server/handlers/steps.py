@@ -21,15 +21,12 @@ from layerflow.flow.events import (
     LoadsMoved,
     StepClosed,
 )
-from layerflow.server.clients.account import Refused
-from layerflow.server.clients.sessions import ClientSession
-from layerflow.server.clients.turns import Work
+from layerflow.server.account import Refused
+from layerflow.server.clients import ClientSession, Work
 from layerflow.server.handlers.context import ServerContext
-from layerflow.server.lookup.plans import lease_owner
-from layerflow.server.planner.book import Opening, step_owner
-from layerflow.server.planner.check import CheckedStep, check_deadlines, check_step, count_objects
-from layerflow.server.planner.direct import plan_direct
-from layerflow.server.planner.steps import plan_step
+from layerflow.server.planner import Opening, plan_direct, plan_step, step_owner
+from layerflow.server.plans import lease_owner
+from layerflow.server.step_check import CheckedStep, check_deadlines, check_step, count_objects
 from layerflow.wire import messages as wire
 
 EVENTS_PER_SLICE = 64

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from layerflow.keys import DIGEST_BYTES
-from layerflow.pool.base import NewObject, Owner
-from layerflow.server.clients.account import Charge
+from layerflow.keys import DIGEST_BYTES, covered_by, object_key
+from layerflow.kinds import Kind
+from layerflow.objects import object_bytes
+from layerflow.pool.base import NewObject, Owner, Pool, ReserveStatus
+from layerflow.server.account import Charge
 from layerflow.spec import ModelSpec
 
 
@@ -118,3 +121,141 @@ class Handoff:
     def story(self) -> str:
         """The state, and why, as a reader is told it."""
         return f"{self.status.value}: {self.reason}" if self.reason else self.status.value
+
+
+# What a hand-off keeps: the objects that a hit of its whole prompt needs, and their room; why readers find none.
+
+
+def needed_chunks(rules: Kind, tokens: int, chunk_tokens: int) -> range:
+    """Chunks of a group that a hit of the first `tokens` tokens needs, by a reader that computes one more or the last.
+
+    :param tokens: at least 1.
+    """
+    own = rules.need(tokens, chunk_tokens)
+    return own if rules.exact else range(rules.need(tokens - 1, chunk_tokens).start, own.stop)
+
+
+OBJECTS_PER_SLICE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The tokens that a hand-off is about.
+
+    :param root: digest before the first chunk.
+    :param digests: of the full chunks. :param tail: of the partial chunk behind them; empty = there is none.
+    """
+
+    root: bytes
+    digests: Sequence[bytes]
+    tail: bytes
+    tokens: int
+
+    def nbytes(self, specs: Iterable[ModelSpec]) -> int:
+        """What :meth:`objects` keep in the arena, counted without making them."""
+        total, counted = 0, set()
+        for spec in specs:
+            for number, group in enumerate(spec.groups):
+                if (part := covered_by(number, spec.shard)) in counted:
+                    continue
+                counted.add(part)
+                chunks = needed_chunks(group.rules, self.tokens, spec.chunk_tokens)
+                tail = len(self.digests) in chunks
+                full = object_bytes(group, len(group.rules.keep(spec.chunk_tokens)))
+                total += (len(chunks) - tail) * full
+                if tail:
+                    held = self.tokens - len(self.digests) * spec.chunk_tokens
+                    total += object_bytes(group, len(group.rules.keep(held)))
+        return total
+
+    def objects(self, specs: Iterable[ModelSpec]) -> Iterator[dict[bytes, NewObject]]:
+        """By key, what the workers of an engine store of it and a reader needs, some at a time.
+
+        :param specs: of the workers; those that hold the same share their objects.
+        """
+        made: dict[bytes, None] = {}
+        few: dict[bytes, NewObject] = {}
+        for spec in specs:
+            for number, group in enumerate(spec.groups):
+                for chunk in needed_chunks(group.rules, self.tokens, spec.chunk_tokens):
+                    partial = chunk == len(self.digests)
+                    held = self.tokens - chunk * spec.chunk_tokens if partial else spec.chunk_tokens
+                    key = object_key(self.tail if partial else self.digests[chunk], number, spec.shard)
+                    if key in made:
+                        continue
+                    before = self.digests[chunk - 1] if chunk else self.root
+                    parent = object_key(before, number, spec.shard) if partial else b""
+                    blocks = len(group.rules.keep(held))
+                    made[key] = None
+                    few[key] = NewObject(key, object_bytes(group, blocks), blocks, held, parent)
+                    if len(few) >= OBJECTS_PER_SLICE:
+                        yield few
+                        few = {}
+        if few:
+            yield few
+
+
+def distinct(specs: Iterable[ModelSpec]) -> list[ModelSpec]:
+    """One spec for each part of the model that some worker holds."""
+    by_part: dict[tuple[bytes, ...], ModelSpec] = {}
+    for spec in specs:
+        by_part.setdefault(tuple(covered_by(group, spec.shard) for group in range(len(spec.groups))), spec)
+    return list(by_part.values())
+
+
+def first_difference(mine: ModelSpec, theirs: ModelSpec) -> str:
+    """The first fact in which two engines' caches differ, so that neither can read the other's; empty = none.
+
+    :param mine: of the engine that reads. :param theirs: of the one that stores.
+    """
+    mine, theirs = mine.own, theirs.own
+    facts = [
+        ("chunk_tokens", mine.chunk_tokens, theirs.chunk_tokens),
+        ("quantization", mine.quantization, theirs.quantization),
+        ("layout", mine.attention, theirs.attention),
+        ("cache groups", [group.kind for group in mine.groups], [group.kind for group in theirs.groups]),
+        ("dtype", _dtypes(mine), _dtypes(theirs)),
+        ("block_size", [group.block_size for group in mine.groups], [group.block_size for group in theirs.groups]),
+        ("weights", mine.content, theirs.content),
+    ]
+    for name, here, there in facts:
+        if here != there:
+            return f"{name}: {here} here, {there} there"
+    if mine.fingerprint != theirs.fingerprint:
+        return "layers, heads or sizes of the caches"
+    if mine.shard.tp_size != theirs.shard.tp_size and not (mine.shard.shareable and theirs.shard.shareable):
+        return f"tensor size: {mine.shard.tp_size} here, {theirs.shard.tp_size} there, of caches that cannot be cut"
+    return ""
+
+
+def _dtypes(spec: ModelSpec) -> list[list[str]]:
+    return [[plane.dtype for plane in group.planes] for group in spec.groups]
+
+
+class Taken(NamedTuple):
+    """Keys that are not stored; those of them that have room now; and those whose end nobody will tell of."""
+
+    pending: set[bytes]
+    promised: set[bytes]
+    foreign: set[bytes]
+
+
+def take(pool: Pool, owner: Owner, objects: Mapping[bytes, NewObject]) -> Taken | None:
+    """Pin what is stored of these and reserve room for what nobody writes. None: there is no room, nothing is taken."""
+    places = pool.acquire(list(objects), owner, math.inf)
+    missing = [new for new, place in zip(objects.values(), places, strict=True) if place is None]
+    room = pool.reserve(missing, owner)
+    if any(place.outcome in (ReserveStatus.FULL, ReserveStatus.TOO_LARGE) for place in room):
+        pool.revoke([new.key for new in missing], owner)
+        pool.release(owner)
+        return None
+    pending = {new.key for new in missing}
+    reserved = zip(missing, room, strict=True)
+    promised = {new.key for new, place in reserved if place.outcome is ReserveStatus.RESERVED}
+    return Taken(pending, promised, {key for key in pending - promised if not _is_told(pool, key)})
+
+
+def _is_told(pool: Pool, key: bytes) -> bool:
+    """Steps tell of the end of what they save, and another hand-off keeps room for it until one does."""
+    writer = pool.writer(key)
+    return isinstance(writer, tuple) and writer[0] in ("step", "handoff")

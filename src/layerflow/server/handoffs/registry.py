@@ -19,16 +19,72 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 
 import structlog
 
-from layerflow.observe.log_limit import LogLimit
+from layerflow.observe.logs import LogLimit
 from layerflow.pool.base import NewObject, Owner, Pool
-from layerflow.server.clients.account import Charge
-from layerflow.server.clients.turns import SLICE_S, Work
-from layerflow.server.handoffs.contents import Prompt, take
-from layerflow.server.handoffs.early import ReleasedEarly
-from layerflow.server.handoffs.handoff import REMEMBERED, Handoff, HandoffStatistics, HandoffStatus, Told
-from layerflow.server.handoffs.kept import KeptObjects
+from layerflow.server.account import Charge
+from layerflow.server.clients import SLICE_S, Work
+from layerflow.server.handoffs.handoff import REMEMBERED, Handoff, HandoffStatistics, HandoffStatus, Prompt, Told, take
 from layerflow.spec import ModelSpec
 from layerflow.system.numbers import ascending
+
+# Hand-offs whose reader was gone before anybody opened them: an abort may be quicker than a prefiller's scheduler.
+
+
+class ReleasedEarly:
+    """Their names, each until a time; the last so many. `now` is monotonic seconds."""
+
+    def __init__(self) -> None:
+        self._until: dict[str, float] = {}
+
+    def add(self, name: str, until: float) -> None:
+        """Released; who opens it before `until` has nobody to open it for."""
+        self._until.pop(name, None)
+        if len(self._until) >= REMEMBERED:
+            del self._until[next(iter(self._until))]
+        self._until[name] = until
+
+    def holds(self, name: str, now: float) -> bool:
+        """Was it released, and not too long ago? What was is forgotten."""
+        if self._until.get(name, now) > now:
+            return True
+        self._until.pop(name, None)
+        return False
+
+    def forget(self, name: str) -> bool:
+        """A reader has come for it again; False = it was not released."""
+        return self._until.pop(name, None) is not None
+
+
+# How much of the arena hand-offs keep.
+
+
+class KeptObjects:
+    """Objects of hand-offs, each counted once however many keep it.
+
+    :ivar nbytes: of all.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._keepers: Counter[bytes] = Counter()
+
+    def add(self, objects: Mapping[bytes, NewObject]) -> None:
+        """One more keeps these."""
+        self.nbytes = self.nbytes_with(objects)
+        self._keepers.update(objects.keys())
+
+    def discard(self, objects: Mapping[bytes, NewObject]) -> None:
+        """One keeps these no more."""
+        for key, new in objects.items():
+            self._keepers[key] -= 1
+            if not self._keepers[key]:
+                del self._keepers[key]
+                self.nbytes -= new.nbytes
+
+    def nbytes_with(self, objects: Mapping[bytes, NewObject]) -> int:
+        """Of all, were these kept, too."""
+        return self.nbytes + sum(new.nbytes for key, new in objects.items() if key not in self._keepers)
+
 
 ENDED_GRACE_S = 0.5
 """Once its engine has ended it, a hand-off waits so long for steps that save the rest: their socket is another one."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import structlog
 import zmq
@@ -15,25 +17,57 @@ from layerflow.config.peers import MAX_ATTACHED
 from layerflow.config.settings import Settings
 from layerflow.errors import ConfigError, LayerflowError, ProtocolError
 from layerflow.flow.events import Event
-from layerflow.observe.metrics.peers import PeerStatistics
+from layerflow.observe.collectors import PeerStatistics
 from layerflow.pool.base import Pool
-from layerflow.server.clients.account import Accounts
-from layerflow.server.clients.sessions import Address
-from layerflow.server.clients.turns import Turns, Work
-from layerflow.server.handoffs.follows import Follows
+from layerflow.server.account import Accounts
+from layerflow.server.arrivals import Follows
+from layerflow.server.clients import Address, Turns, Work
 from layerflow.server.handoffs.registry import Handoffs
-from layerflow.server.peers.lending.lending import Lending
-from layerflow.server.peers.lending.readers import Reader
-from layerflow.server.peers.reading.attachment import Attachment, PeerTarget
-from layerflow.server.peers.reading.handoffs import HandoffReading
-from layerflow.server.peers.reading.parts import HandoffParts
-from layerflow.server.peers.reading.source import PeerSource
-from layerflow.server.peers.status import source_status
+from layerflow.server.peers.attachment import Attachment, PeerTarget
+from layerflow.server.peers.handoffs import HandoffReading
+from layerflow.server.peers.lending import Lending
+from layerflow.server.peers.parts import HandoffParts
+from layerflow.server.peers.readers import Reader
+from layerflow.server.peers.source import PeerSource
 from layerflow.server.transport.security import read_keys
 from layerflow.spec import ModelSpec
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import INCARNATION_BYTES, Message
 from layerflow.wire.rights import Rights
+
+# What ``layerflow status`` shows of peers. JSON-ready; sizes in bytes.
+
+
+def source_status(source: PeerSource) -> dict[str, Any]:
+    """What is read, and from whom."""
+    return {
+        "leases": len(source.offers),
+        "offers": source.offers.objects,
+        "fetching_jobs": len(source.fetches),
+        "fetches_without_room": source.fetches.refused,
+        **source.counts(),
+        "failures": dict(source.failures),
+        "importer": dataclasses.asdict(source.host.state),
+        "importer_figures": dict(source.host.statistics),
+        "peers": [_peer(source, peer) for peer in source.peers.values()],
+    }
+
+
+def _peer(source: PeerSource, peer: Attachment) -> dict[str, Any]:
+    cost = source.costs.of(peer.target.name)
+    return {
+        "peer": peer.target.name,
+        "address": peer.target.address,
+        "link": peer.target.link,
+        "state": peer.state.value,
+        "reason": peer.reason or peer.unreadable,
+        "attempts": peer.attempts,
+        "differs": dict(source.comparison.differences.get(peer.target.name, {})),
+        "leases": sum(1 for _ in source.offers.leases(peer)),
+        "gbps": round(cost.bandwidth / 1e9, 3) if cost is not None else None,
+        "latency_ms": round(cost.latency * 1e3, 3) if cost is not None else None,
+    }
+
 
 log = structlog.get_logger("layerflow.server.peers")
 

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from layerflow.hosts.backend import IndexEntry
 from layerflow.pool.base import Child, Tail
-from layerflow.pool.sharing import SharedBlocks
-from layerflow.pool.tails import Tails
+from layerflow.pool.chunk_index import SharedBlocks, Tails
 
 MAX_HIDDEN_KEYS = 65_536
 MAX_RECENT_CHUNKS = 16_384

@@ -1,6 +1,6 @@
 """The book of objects on their way from the arena to the tier.
 
-What moves when, and what is given up, is the core's (:mod:`layerflow.flow.progress.writes`). Here is what the core does
+What moves when, and what is given up, is the core's (:mod:`layerflow.flow.writes`). Here is what the core does
 not know: which objects they are, where they lie in the arena, and their pins there from the commit until the host is
 done.
 """
@@ -15,12 +15,11 @@ from dataclasses import dataclass
 import anyio
 
 from layerflow.flow.commands import Call, ObjectsLost, TransferDone, WriteBegun, Written
-from layerflow.flow.events import Event
-from layerflow.flow.host_events import CallDone, Hop, Item, WriteOpened, WritesRevoked
-from layerflow.flow.progress.writes import SHED
+from layerflow.flow.events import CallDone, Event, Hop, Item, WriteOpened, WritesRevoked
+from layerflow.flow.writes import SHED
 from layerflow.objects import HEADER_BYTES
 from layerflow.pool.base import NewObject, Owner, Pool
-from layerflow.server.tier.fetches import StepKey, describe
+from layerflow.server.arrivals import StepKey, describe
 from layerflow.system.numbers import ascending
 from layerflow.wire import host_messages as wire
 from layerflow.wire.packing import pack_u32

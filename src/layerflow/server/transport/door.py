@@ -20,11 +20,10 @@ from pathlib import Path
 import structlog
 
 from layerflow.errors import ConfigError, ProtocolError
-from layerflow.observe.log_limit import SourceLogLimit
+from layerflow.observe.logs import SourceLogLimit
 from layerflow.system.descriptors import FOR_CLIENTS, leaves
-from layerflow.system.listening import BACKLOG, listen_privately
 from layerflow.system.numbers import ascending
-from layerflow.system.peer import peer_process, peer_user, peer_user_is_own
+from layerflow.system.unix_sockets import BACKLOG, listen_privately, peer_process, peer_user, peer_user_is_own
 from layerflow.wire.zmtp import Mechanism, Null, Parsed, Rejected, Zmtp
 
 READ_BYTES = 256 << 10

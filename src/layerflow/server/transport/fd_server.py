@@ -24,10 +24,9 @@ from typing import NamedTuple
 
 import structlog
 
-from layerflow.observe.log_limit import LogLimit
+from layerflow.observe.logs import LogLimit
 from layerflow.system.descriptors import FOR_WORKERS, leaves
-from layerflow.system.listening import listen_privately
-from layerflow.system.peer import peer_pidfd, peer_user, peer_user_is_own
+from layerflow.system.unix_sockets import listen_privately, peer_pidfd, peer_user, peer_user_is_own
 from layerflow.wire.messages import QUIET, WANT_ARENA
 
 TOKEN_BYTES = 16

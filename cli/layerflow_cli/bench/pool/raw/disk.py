@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from layerflow.hosts.disk.format import file_bytes
+from layerflow.hosts.disk.folder import file_bytes
 from layerflow.objects import HEADER_BYTES
 from layerflow_cli.bench.pool.raw.plain import Raw, Shape
 

@@ -6,7 +6,7 @@ import functools
 import time
 from typing import Any
 
-from layerflow.hosts.memcache.client.codes import explain
+from layerflow.hosts.memcache.client import explain
 from layerflow.hosts.memcache.metaservice import MetaService
 from layerflow.hosts.memcache.setup import MemcacheOptions, connect, shared
 from layerflow_cli.bench.pool.raw.plain import Raw, Shape, check_codes

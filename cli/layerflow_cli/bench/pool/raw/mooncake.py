@@ -6,9 +6,7 @@ import functools
 import time
 from typing import Any
 
-from layerflow.hosts.mooncake.client import Master, explain
-from layerflow.hosts.mooncake.setup import MooncakeOptions, connect
-from layerflow.hosts.mooncake.warm import Warming, added, mapped
+from layerflow.hosts.mooncake.client import Master, MooncakeOptions, Warming, added, connect, explain, mapped
 from layerflow_cli.bench.pool.raw.plain import Raw, Shape, check_codes
 
 WARM_S = 120.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from layerflow.connectors.vllm.pd.conventions.terms import DEFAULT_DEADLINE_S, DEFAULT_LEASE_S
+from layerflow.connectors.vllm.pd.conventions.parts import DEFAULT_DEADLINE_S, DEFAULT_LEASE_S
 from layerflow.errors import ConfigError
 
 _WHERE = "kv_connector_extra_config: pd"

@@ -9,14 +9,18 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from layerflow.connectors.vllm.pd.conventions import twophase
-from layerflow.connectors.vllm.pd.conventions.parts import Convention, PrefillPart, Sizes
-from layerflow.connectors.vllm.pd.conventions.terms import HandoffTerms
-from layerflow.connectors.vllm.pd.layouts import first_difference
+from layerflow.connectors.vllm.pd.conventions.parts import (
+    Convention,
+    HandoffTerms,
+    PrefillPart,
+    Sizes,
+    first_difference,
+)
 from layerflow.keys import Chain
 
 if TYPE_CHECKING:
-    from layerflow.agent.connection.handoffs import HandoffInquiry
-    from layerflow.agent.connection.lookups import Lookups
+    from layerflow.agent.client import HandoffInquiry
+    from layerflow.agent.lookups import Lookups
 
 ENDED_WELL = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 """How a request ends whose prompt was computed as planned, by the names of vLLM's RequestStatus."""

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import re
 import secrets
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 import structlog
 
 from layerflow.agent.values import Follow, Hit
-from layerflow.connectors.vllm.pd import refusal
-from layerflow.connectors.vllm.pd.bootstrap import BootstrapServer
-from layerflow.connectors.vllm.pd.conventions.concurrent import query_answer
+from layerflow.connectors.vllm.pd.conventions.concurrent import QUERY, query_answer
 from layerflow.connectors.vllm.pd.conventions.parts import (
+    KEY,
     PLAIN,
     DecodePart,
     Part,
@@ -24,19 +28,125 @@ from layerflow.connectors.vllm.pd.conventions.parts import (
     RefusedPart,
     Sizes,
     Words,
+    layout_facts,
 )
 from layerflow.connectors.vllm.pd.conventions.reading import part_of
-from layerflow.connectors.vllm.pd.conventions.terms import KEY
 from layerflow.connectors.vllm.pd.decoding import DecodeHandoff, DecodeStatus, Decoding, summary_of
-from layerflow.connectors.vllm.pd.layouts import layout_facts
 from layerflow.connectors.vllm.pd.options import PdOptions
 from layerflow.connectors.vllm.pd.prefilling import PrefillHandoff, Prefilling
+from layerflow.errors import ConfigError
 from layerflow.keys import Chain
 from layerflow.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from layerflow.agent.connection.control import Control
-    from layerflow.agent.connection.lookups import Inquiry, Lookups
+    from layerflow.agent.control import Control
+    from layerflow.agent.lookups import Inquiry, Lookups
+
+
+# ``GET /query`` of a prefill engine, for routers that ask for its name and decode engines that ask for its servers.
+
+
+class BootstrapServer:
+    """Answers on a thread of its own until it is closed.
+
+    :param answer: see :func:`.concurrent.query_answer`.
+    :raises ConfigError: the port is taken.
+    """
+
+    def __init__(self, port: int, answer: Callable[[], dict[str, Any]], host: str = "") -> None:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                found = self.path.split("?")[0] == QUERY
+                told = answer() if found else {"error": f"only {QUERY} is served here"}
+                body = json.dumps(told).encode()
+                self.send_response(HTTPStatus.OK if found else HTTPStatus.NOT_FOUND)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        Handler.timeout = 5.0  # a client that says nothing holds its thread no longer
+        try:
+            self._server = ThreadingHTTPServer((host, port), Handler)
+        except OSError as error:
+            raise ConfigError(
+                f"kv_connector_extra_config: pd: bootstrap_port = {port}: {error.strerror}; choose a free one"
+            ) from error
+        self._server.daemon_threads = True
+        self.port = self._server.server_address[1]
+        self._thread = threading.Thread(target=self._server.serve_forever, name="layerflow-bootstrap", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop answering."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+# A request that ends with an error because its prefill is lost, or cannot be had: HTTP 500 of vLLM, 503 of the proxy.
+#
+# A connector has no call for that. What vLLM's scheduler has is a request whose grammar could not be compiled: it waits
+# in a state of its own, and the next pass ends it with an error, whatever else runs. Since 0.33 that error says that
+# the client's grammar is at fault, which is HTTP 400: of ours it is made one of the server.
+
+
+log = structlog.get_logger("layerflow.vllm.pd")
+
+SERVERS_FAULT = "Internal server error"
+"""What vLLM tells a client whose request it has ended without a reason."""
+
+
+class PrefillLost(Exception):
+    """Why the request has ended, where vLLM keeps a grammar's error."""
+
+
+def can_end_with_error() -> bool:
+    """Does this vLLM end such requests? 0.27 does not."""
+    from vllm.v1.core.sched.scheduler import Scheduler  # noqa: PLC0415 - this package is used without vLLM too
+
+    return "grammar_compile_error_reqs" in Scheduler.__init__.__code__.co_names
+
+
+def end_with_error(request: Any, reason: str) -> None:
+    """Let vLLM's next scheduling pass end a request that has not been scheduled yet.
+
+    :param request: vLLM's Request, in ``get_num_new_matched_tokens``, which then answers "not known yet".
+    """
+    from vllm.sampling_params import StructuredOutputsParams  # noqa: PLC0415
+    from vllm.v1.request import RequestStatus  # noqa: PLC0415
+    from vllm.v1.structured_output.request import StructuredOutputRequest  # noqa: PLC0415
+
+    log.warning("request_refused", request=request.request_id, reason=reason)
+    _tell_as_servers_fault()  # before the request is changed: what fails here leaves it as it was
+    failed = StructuredOutputRequest(StructuredOutputsParams(json_object=True))
+    failed._grammar = PrefillLost(reason)
+    request.structured_output_request = failed
+    request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+
+
+def _tell_as_servers_fault() -> None:
+    """Let vLLM's scheduler name no client's fault where it ends a request for a prefill that is lost."""
+    from vllm.v1.core.sched.scheduler import Scheduler  # noqa: PLC0415
+
+    promote = getattr(Scheduler, "_try_promote_blocked_waiting_request", None)
+    if promote is None or "RequestError" not in promote.__code__.co_names:  # before 0.33, or wrapped already
+        return
+    from vllm.outputs import RequestError  # noqa: PLC0415
+
+    @functools.wraps(promote)
+    def told(self: Any, request: Any) -> Any:
+        promoted = promote(self, request)
+        ended = request.request_id in self.grammar_compile_error_reqs
+        if ended and isinstance(request.structured_output_request.grammar, PrefillLost):
+            self.grammar_compile_error_reqs[request.request_id] = RequestError("prefill_lost", SERVERS_FAULT)
+        return promoted
+
+    Scheduler._try_promote_blocked_waiting_request = told
+
 
 Handoff = PrefillHandoff | DecodeHandoff | RefusedPart
 """What a request that is followed may have of one."""
@@ -69,8 +179,6 @@ class TrackedRequest(Protocol):
 
 
 _CHILD = re.compile(r"^\d+_")  # vLLM's id of one of a request's n samples
-
-log = structlog.get_logger("layerflow.vllm.pd")
 
 
 class HandoffSide:
@@ -320,11 +428,11 @@ class HandoffSide:
     def _refuse(self, tracked: TrackedRequest, reason: str) -> bool:
         """End the request with an error, where this vLLM can."""
         if self._can_refuse is None:
-            self._can_refuse = refusal.can_end_with_error()
+            self._can_refuse = can_end_with_error()
         if not self._can_refuse:
             log.warning("request_not_refused", request=tracked.id, reason=reason, why="this vLLM has no way to")
             return False
-        refusal.end_with_error(tracked.request, reason)
+        end_with_error(tracked.request, reason)
         return True
 
 

@@ -16,7 +16,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
 from layerflow.agent.descriptors import ObjectDescriptor, PartDescriptor
-from layerflow.connectors.vllm.plan.plan import ChunkKey
+from layerflow.connectors.vllm.plan import ChunkKey
 from layerflow.connectors.vllm.scheduler.requests import Tracked
 from layerflow.keys import covered_by
 from layerflow.spec import ModelSpec

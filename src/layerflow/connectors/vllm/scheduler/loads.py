@@ -12,8 +12,7 @@ import numpy as np
 
 from layerflow.agent.descriptors import ObjectDescriptor, PartDescriptor, describe_loads, with_more
 from layerflow.agent.values import Hit, StepRequest
-from layerflow.connectors.vllm.plan.plan import Asking, StepPlan, WorkerLayout, WorkerReport
-from layerflow.connectors.vllm.plan.verdicts import LOST_AFTER
+from layerflow.connectors.vllm.plan import LOST_AFTER, Asking, StepPlan, WorkerLayout, WorkerReport
 from layerflow.connectors.vllm.scheduler.requests import Tracked
 from layerflow.errors import SpecError
 from layerflow.spec import GroupSpec, ModelSpec

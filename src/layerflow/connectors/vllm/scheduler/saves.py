@@ -15,13 +15,13 @@ from layerflow.agent.values import StepRequest
 from layerflow.connectors.vllm.guard import attempt
 from layerflow.connectors.vllm.options import Options
 from layerflow.connectors.vllm.pd.prefilling import PrefillHandoff
-from layerflow.connectors.vllm.plan.planned import PlannedSaves, Tables
+from layerflow.connectors.vllm.plan import PlannedSaves, Tables
 from layerflow.connectors.vllm.scheduler.loads import rewritten_blocks
 from layerflow.connectors.vllm.scheduler.requests import Tracked
 from layerflow.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from layerflow.connectors.vllm.plan.plan import StepPlan
+    from layerflow.connectors.vllm.plan import StepPlan
 
 Asked = tuple[StepRequest, Tables, bool]
 """What a request saves, still without its block tables; these; and whether draft layers are part of it."""

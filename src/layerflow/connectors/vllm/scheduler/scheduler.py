@@ -17,26 +17,32 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from layerflow.agent.connection.control import DEFAULT_LOOKUP_TIMEOUT_S, Control
-from layerflow.agent.connection.lookups import Lookups
+from layerflow.agent.control import DEFAULT_LOOKUP_TIMEOUT_S, Control
 from layerflow.agent.costs import LoadPolicy
 from layerflow.agent.descriptors import check_name, loads_drafts
+from layerflow.agent.lookups import Lookups
 from layerflow.agent.values import MISS
 from layerflow.connectors.vllm.guard import attempt, guarded, nothing
 from layerflow.connectors.vllm.identity.identity import RequestKeys
 from layerflow.connectors.vllm.options import Options
 from layerflow.connectors.vllm.pd.side import HandoffSide, merged
-from layerflow.connectors.vllm.plan.plan import NO_NEWS, Promise, StepPlan, UnkeptLoad, WorkerLayout, WorkerReport
-from layerflow.connectors.vllm.plan.verdicts import RanPlans, Verdicts
-from layerflow.connectors.vllm.scheduler.holders import BlockHolders
-from layerflow.connectors.vllm.scheduler.keys import PromptKeys
+from layerflow.connectors.vllm.plan import (
+    NO_NEWS,
+    Promise,
+    RanPlans,
+    StepPlan,
+    UnkeptLoad,
+    Verdicts,
+    WorkerLayout,
+    WorkerReport,
+)
+from layerflow.connectors.vllm.scheduler.keys import OwnCache, PromptKeys
 from layerflow.connectors.vllm.scheduler.loads import StepLoads, are_rewritten, plan_load
-from layerflow.connectors.vllm.scheduler.own_cache import OwnCache
-from layerflow.connectors.vllm.scheduler.requests import Tracked, wishes
+from layerflow.connectors.vllm.scheduler.requests import BlockHolders, Tracked, wishes
 from layerflow.connectors.vllm.scheduler.saves import SavePlanner
 from layerflow.connectors.vllm.scheduler.search import HitSearch
 from layerflow.errors import LayerflowError
-from layerflow.flow.cost.policy import Mode
+from layerflow.flow.cost import Mode
 from layerflow.spec import ModelSpec
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from layerflow.connectors.vllm.layout import Layout, model_layer
-from layerflow.connectors.vllm.plan.plan import Asking
+from layerflow.connectors.vllm.plan import Asking
 
 
 class ForwardPass(NamedTuple):

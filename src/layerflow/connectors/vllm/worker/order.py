@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from layerflow.connectors.vllm.plan.plan import StepPlan
+from layerflow.connectors.vllm.plan import StepPlan
 from layerflow.connectors.vllm.versions import release
 from layerflow.device.base import DeviceEvent
 

@@ -22,16 +22,13 @@ from layerflow.agent.lanes.save import FAST_LAYER_S
 from layerflow.connectors.vllm.guard import guarded, nothing, tell
 from layerflow.connectors.vllm.identity.loaded import LoadedWeights
 from layerflow.connectors.vllm.layout import Layout
-from layerflow.connectors.vllm.plan.plan import StepPlan, WorkerLayout, WorkerReport, requests_of
-from layerflow.connectors.vllm.plan.verdicts import Verdict
+from layerflow.connectors.vllm.plan import StepPlan, Verdict, WorkerLayout, WorkerReport, requests_of
 from layerflow.connectors.vllm.worker.deferred import Deferred
-from layerflow.connectors.vllm.worker.failures import FailedLoads, all_failed
 from layerflow.connectors.vllm.worker.figures import StepCounters
 from layerflow.connectors.vllm.worker.hooks import LayerHooks
-from layerflow.connectors.vllm.worker.landing import LandingLoads
 from layerflow.connectors.vllm.worker.order import LoadOrder, RunnerOrder
+from layerflow.connectors.vllm.worker.outcome import FailedLoads, LandingLoads, StoredChunks, all_failed
 from layerflow.connectors.vllm.worker.stats import TransferStats
-from layerflow.connectors.vllm.worker.stored import StoredChunks
 from layerflow.device.base import DeviceEvent
 from layerflow.errors import Unsupported
 

@@ -11,9 +11,16 @@ import time
 from typing import Any
 
 from layerflow.hosts.peer.link import STALL_S, Lender, LinkFailed, PeerLink
-from layerflow.hosts.peer.windowed.lending import RESTART_S, WindowLender
-from layerflow.hosts.peer.windowed.plane import DataPlane, Hanging, PlaneRead, Unusable, Window
-from layerflow.hosts.peer.windowed.reading import WindowedLink
+from layerflow.hosts.peer.windowed import (
+    RESTART_S,
+    DataPlane,
+    Hanging,
+    PlaneRead,
+    Unusable,
+    Window,
+    WindowedLink,
+    WindowLender,
+)
 from layerflow.links import LinkPlugin
 from layerflow.system.memfd import SharedMemory
 from layerflow.system.threads import OwnedThread

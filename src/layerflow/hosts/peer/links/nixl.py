@@ -16,11 +16,9 @@ import struct
 import time
 from typing import Any
 
-from layerflow.hosts.lanes.lane import describe
+from layerflow.hosts.lanes import describe
 from layerflow.hosts.peer.link import STALL_S, Lender, LinkFailed, PeerLink
-from layerflow.hosts.peer.windowed.lending import WindowLender
-from layerflow.hosts.peer.windowed.plane import DataPlane, Hanging, PlaneRead, Unusable, Window
-from layerflow.hosts.peer.windowed.reading import WindowedLink
+from layerflow.hosts.peer.windowed import DataPlane, Hanging, PlaneRead, Unusable, Window, WindowedLink, WindowLender
 from layerflow.links import LinkPlugin
 from layerflow.system.memfd import SharedMemory
 from layerflow.wire.peer_link import Origin

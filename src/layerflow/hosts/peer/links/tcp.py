@@ -8,11 +8,22 @@ from collections.abc import Sequence
 
 from layerflow.errors import ProtocolError
 from layerflow.hosts.backend import ObjectLocation, ObjectResult
-from layerflow.hosts.peer.grants import ReadGrant
-from layerflow.hosts.peer.greeting import greeted
-from layerflow.hosts.peer.link import STALL_S, Items, Lender, LentLink, LinkFailed, PeerLink, result_of
-from layerflow.hosts.peer.seal import RangeSeal
-from layerflow.hosts.peer.streams import LinkClosed, LinkStalled, hung_up, receive, send
+from layerflow.hosts.peer.grants import RangeSeal, ReadGrant
+from layerflow.hosts.peer.link import (
+    STALL_S,
+    Items,
+    Lender,
+    LentLink,
+    LinkClosed,
+    LinkFailed,
+    LinkStalled,
+    PeerLink,
+    greeted,
+    hung_up,
+    receive,
+    result_of,
+    send,
+)
 from layerflow.links import LinkPlugin
 from layerflow.system.memfd import SharedMemory
 from layerflow.wire.peer_link import ALTERED, HEAD, ITEM, READ, REQUEST, REQUEST_MAGIC, TAIL, Origin

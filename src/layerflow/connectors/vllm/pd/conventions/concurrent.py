@@ -9,8 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from layerflow.connectors.vllm.pd.conventions.parts import Convention, DecodePart, PrefillPart, Words
-from layerflow.connectors.vllm.pd.conventions.terms import KEY, MAX_ID, address, number, servers_of, shown, text
+from layerflow.connectors.vllm.pd.conventions.parts import (
+    KEY,
+    MAX_ID,
+    Convention,
+    DecodePart,
+    PrefillPart,
+    Words,
+    address,
+    number,
+    servers_of,
+    shown,
+    text,
+)
 from layerflow.errors import ProtocolError
 
 QUERY = "/query"

@@ -10,8 +10,17 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from layerflow.connectors.vllm.pd.conventions.parts import Convention, DecodePart, PrefillPart, Sizes, Words
-from layerflow.connectors.vllm.pd.conventions.terms import KEY, HandoffTerms, address, shown
+from layerflow.connectors.vllm.pd.conventions.parts import (
+    KEY,
+    Convention,
+    DecodePart,
+    HandoffTerms,
+    PrefillPart,
+    Sizes,
+    Words,
+    address,
+    shown,
+)
 from layerflow.errors import ProtocolError
 
 # vLLM appends eight random digits to the id that its caller knows.

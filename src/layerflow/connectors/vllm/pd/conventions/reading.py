@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from layerflow.connectors.vllm.pd.conventions import concurrent, metaserver, twophase
-from layerflow.connectors.vllm.pd.conventions.parts import PLAIN, Part, PlainPart, Words
-from layerflow.connectors.vllm.pd.conventions.terms import HandoffTerms, terms_in
+from layerflow.connectors.vllm.pd.conventions.parts import PLAIN, HandoffTerms, Part, PlainPart, Words, terms_in
 from layerflow.errors import ProtocolError
 
 

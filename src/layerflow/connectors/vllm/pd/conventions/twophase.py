@@ -10,17 +10,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from layerflow.connectors.vllm.pd.conventions.parts import (
+    KEY,
     PLAIN,
     Convention,
     DecodePart,
+    HandoffTerms,
     Part,
     PlainPart,
     PrefillPart,
     RefusedPart,
     Sizes,
     Words,
+    address,
+    shown,
+    text,
 )
-from layerflow.connectors.vllm.pd.conventions.terms import KEY, HandoffTerms, address, shown, text
 
 TRANSFER_MODE = "layerflow"
 

@@ -1,1 +1,0 @@
-"""The control socket as an agent sees it."""

@@ -1,0 +1,436 @@
+"""The agent's link to its server: one thread that connects, listens, reports, and connects again.
+
+The server's death is seen on the fd server's connection (the kernel hangs up), its silence by
+heartbeats. Other threads only append to queues; what they report is coalesced into one message.
+
+Where the engine's thread holds the interpreter for milliseconds, this one gets it too late: the engine's thread itself
+sends what it has to say, and takes what has come (:meth:`Link.attend`), whenever the link is not at it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import structlog
+import zmq
+
+from layerflow.agent.handshake import Handshake, dial, fetch_arena
+from layerflow.errors import ConfigError, LayerflowError, ServerLost, SessionError
+from layerflow.spec import ModelSpec
+from layerflow.system.memfd import SharedMemory
+from layerflow.system.threads import OwnedThread
+from layerflow.system.unix_sockets import has_died, is_here, peer_pidfd
+from layerflow.wire import codec
+from layerflow.wire.messages import (
+    QUIET,
+    STRANGER,
+    Attach,
+    Beat,
+    Closed,
+    Failure,
+    Fence,
+    Figures,
+    Message,
+    Moved,
+    Problem,
+    Progress,
+    Report,
+    Terms,
+    ToClient,
+    Welcome,
+)
+
+# What the link tells of its server, and to whom.
+
+
+@dataclass(slots=True)
+class Attachment:
+    """One life of the link: a server, its arena and that one's name, its terms."""
+
+    session: int
+    arena: SharedMemory
+    terms: Terms
+    welcome: Welcome
+    direct: bool
+    incarnation: int = 0
+
+
+class LinkListener(Protocol):
+    """What the link tells; all on the link's thread.
+
+    :ivar pinned_bytes: how far the arena is pinned; -1 = it is not pinned at all.
+    """
+
+    @property
+    def pinned_bytes(self) -> int: ...
+
+    def may_attach(self) -> bool:
+        """Is it a good moment? If not, the link asks again soon."""
+        ...
+
+    def may_bypass(self, welcome: Welcome) -> bool:
+        """Will this worker move bytes past the server's arena? May take seconds, the first time."""
+        ...
+
+    def connection_made(self, attachment: Attachment) -> None:
+        """A server has taken this agent; steps may be opened."""
+        ...
+
+    def lost(self, reason: str) -> None:
+        """The server is gone; nothing of it answers any more."""
+        ...
+
+    def judged(self, dead: bool) -> None:
+        """Has its process ended, for certain? Told a moment after :meth:`lost`."""
+        ...
+
+    def waiting(self, now: float) -> None:
+        """Time passed without a server."""
+        ...
+
+    def heard(self, message: ToClient) -> None:
+        """A message."""
+        ...
+
+    def progress(self) -> list[Progress]:
+        """Open steps that moved on since the last report."""
+        ...
+
+    def has_moved(self) -> bool:
+        """Is there any?"""
+        ...
+
+    def tick(self, now: float, silent: bool) -> None:
+        """Time passed. `silent`: the server is there but has not answered heartbeats for its ``liveness_ms``."""
+        ...
+
+    def sampling(self) -> bool:
+        """Is :meth:`progress` or :meth:`tick` to be called within a millisecond?"""
+        ...
+
+
+# What the next report to the server will carry; any thread may append to it.
+
+
+REPORT_ITEMS = 4096
+"""Of one kind in one report; the server takes no report of any length."""
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class ReportBuffer:
+    """What the next report will carry. Each attachment has its own: another server's batches bear the same numbers."""
+
+    done: deque[int] = field(default_factory=deque)
+    failed: deque[Failure] = field(default_factory=deque)
+    fenced: deque[Fence] = field(default_factory=deque)
+    closed: deque[Closed] = field(default_factory=deque)
+    figures: deque[Figures] = field(default_factory=deque)
+    moved: deque[Moved] = field(default_factory=deque)
+
+    def take(self, progress: Callable[[], list[Progress]]) -> Report | None:
+        """The next report; None = there is nothing to tell.
+
+        :param progress: open steps that moved on. Asked behind the batches' ends and before the steps', so that a
+            step's end is not told before its layers.
+        """
+        done, failed, fenced = _drain(self.done), _drain(self.failed), _drain(self.fenced)
+        moved_on = progress()
+        closed, measured, moved = _drain(self.closed), _drain(self.figures), _drain(self.moved)
+        if not (done or failed or fenced or moved_on or closed or measured or moved):
+            return None
+        return Report(done, failed, fenced, moved_on, closed, measured, moved)
+
+
+def _drain(column: deque[T]) -> list[T]:
+    out: list[T] = []
+    while column and len(out) < REPORT_ITEMS:
+        out.append(column.popleft())
+    return out
+
+
+CONNECT_TIMEOUT_S = 1.0
+DYING_S = 0.5
+"""The kernel closes a dying process's connections a moment before it reports the death: so long that is waited for."""
+RETRY_S = (0.05, 0.1, 0.2, 0.4, 0.8)
+FRONTIER_SAMPLE_MS = 1
+LAST_WORDS_MS = 2
+
+log = structlog.get_logger("layerflow.agent")
+
+
+class Link:
+    """Runs from :meth:`start` to :meth:`close`."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, engine: str, spec: ModelSpec, name: str = ""
+    ) -> None:
+        self._context = context
+        self._endpoint = endpoint
+        self._engine = engine
+        self._name = name
+        self._spec = spec
+        self._listener: LinkListener
+        self.news = ReportBuffer()
+        self._outbox: deque[bytes] = deque()
+        self._wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._rung = False
+        self._closing = False
+        self._tries = 0
+        # The thread that holds this lock may use the socket and call the listener.
+        self._turn = threading.Lock()
+        self._dealer: zmq.Socket[bytes] | None = None
+        self._broken: Exception | None = None
+        self._heard_at = 0.0
+        self.ready = threading.Event()
+        self._thread = OwnedThread("layerflow-link", self._run, restart_s=RETRY_S[0])
+
+    def start(self, listener: LinkListener) -> None:
+        """Begin connecting, and tell `listener`."""
+        self._listener = listener
+        self._thread.start()
+
+    def send(self, message: Message) -> None:
+        """Send a message, or queue it and wake the thread.
+
+        Encoded here: what cannot be encoded is its sender's error, not the end of the link.
+        """
+        self._outbox.append(codec.encode_request(message))
+        if not self._on_this_thread(self._post):
+            self.ring()
+
+    def attend(self) -> None:
+        """Do what the messages that have come say, on this thread; nothing where the link is at it.
+
+        The caller holds no lock.
+        """
+        if self._on_this_thread(self._read) and self._listener.sampling():
+            self.ring()  # it sleeps for as long as was right before these messages
+
+    def tell(self) -> None:
+        """Report on this thread; or wake the link's, where that is at it."""
+        if not self._on_this_thread(self._flush):
+            self.ring()
+
+    def give_up(self, error: BaseException) -> None:
+        """End the attachment, and attach anew: what moves its bytes is broken. Steps that are open are cut off."""
+        self._broken = self._broken or SessionError(
+            f"this worker's copies are broken, so that it attaches anew: {type(error).__name__}: {error}"
+        )
+        self.ring()
+
+    def ring(self) -> None:
+        """Wake the thread, at most once until it has looked; does nothing after :meth:`close`."""
+        if not self._rung and not self._closing:
+            self._rung = True
+            os.eventfd_write(self._wakeup_fd, 1)
+
+    def close(self) -> None:
+        """Send what is queued and hang up."""
+        self._closing = True
+        if self._wakeup_fd >= 0:
+            os.eventfd_write(self._wakeup_fd, 1)
+        self._thread.join()
+
+    def release(self) -> None:
+        """Close the eventfd behind :meth:`ring`, once no lane can ring any more."""
+        if self._wakeup_fd >= 0:
+            os.close(self._wakeup_fd)
+            self._wakeup_fd = -1
+
+    def _on_this_thread(self, work: Callable[[zmq.Socket[bytes]], None]) -> bool:
+        """Use the socket on this thread unless another thread does; False if one does. An error ends the attachment."""
+        if not self._turn.acquire(blocking=False):
+            return False
+        try:
+            dealer = self._dealer
+            if dealer is None or self._closing:
+                return False
+            work(dealer)
+            # What came meanwhile, the socket's descriptor does not tell the link's thread any more.
+            if _pending(dealer):
+                self.ring()
+            return True
+        except Exception as error:  # noqa: BLE001 - the link's thread raises it again
+            self._broken = self._broken or error
+            self.ring()
+            return True
+        finally:
+            self._turn.release()
+
+    def _run(self) -> None:
+        while not self._closing:
+            if not self._listener.may_attach():
+                self._sleep(RETRY_S[0])
+                continue
+            try:
+                self._live()
+            except (LayerflowError, zmq.ZMQError, OSError) as error:
+                level = log.info if self._tries else log.warning
+                level("server_away", endpoint=self._endpoint, error=str(error), tries=self._tries)
+                if isinstance(error, (ConfigError, zmq.ContextTerminated)):
+                    break
+            except Exception:
+                log.exception("link_broken", endpoint=self._endpoint)
+            delay = RETRY_S[min(self._tries, len(RETRY_S) - 1)]
+            self._tries += 1
+            self._sleep(delay)
+
+    def _sleep(self, seconds: float) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wakeup_fd, zmq.POLLIN)
+        due = time.monotonic() + seconds
+        while not self._closing and (left := due - time.monotonic()) > 0:
+            if poller.poll(max(1, round(left * 1e3))):
+                self._look()
+            self._listener.waiting(time.monotonic())
+
+    def _look(self) -> None:
+        os.eventfd_read(self._wakeup_fd)
+        self._rung = False
+
+    def _live(self) -> None:
+        """One attachment, from connect to hang-up.
+
+        :raises LayerflowError: why it ended, or never began.
+        """
+        deadline = time.monotonic() + CONNECT_TIMEOUT_S
+        dealer = dial(self._context, self._endpoint)
+        connection, arena = None, None
+        server = -1
+        attached = False
+        try:
+            conversation = Handshake(dealer)
+            welcome = conversation.introduce(self._engine, "agent", deadline, self._name)
+            if not welcome.fd_server:
+                raise ConfigError(f"{self._endpoint}: an engine worker must run on the server's machine; use ipc://")
+            direct = bool(welcome.direct) and self._listener.may_bypass(welcome)
+            deadline = time.monotonic() + CONNECT_TIMEOUT_S
+            connection, fd, nbytes = fetch_arena(Path(welcome.fd_server), welcome.token, deadline)
+            try:
+                arena = SharedMemory.attach(fd, nbytes)
+            finally:
+                os.close(fd)
+            server = _pidfd(connection)
+            attached_as = conversation.attach(Attach(self._spec, memory=True, direct=direct), deadline)
+            self._outbox.clear()
+            self.news = ReportBuffer()
+            attached, self._broken = True, None
+            attachment = Attachment(welcome.session, arena, attached_as.terms, welcome, direct, attached_as.incarnation)
+            self._listener.connection_made(attachment)
+            self._tries = 0
+            self._dealer = dealer
+            self.ready.set()
+            self._converse(dealer, connection.fileno(), welcome)
+        finally:
+            with self._turn:
+                self._dealer = None
+            self.ready.clear()
+            try:
+                if attached:
+                    reason = "closed" if self._closing else str(self._broken or "the server is gone")
+                    self._listener.lost(reason)
+                    self._listener.judged(not self._closing and has_died(server, DYING_S) if server >= 0 else False)
+                if connection is not None:
+                    # Nothing of this attachment moves any more: the server need not wait for this process to end.
+                    with contextlib.suppress(OSError):
+                        connection.send(QUIET, socket.MSG_NOSIGNAL)
+            finally:
+                if server >= 0:
+                    os.close(server)
+                if connection is not None:
+                    connection.close()
+                dealer.close()
+
+    def _converse(self, dealer: zmq.Socket[bytes], connection: int, welcome: Welcome) -> None:
+        news = int(dealer.getsockopt(zmq.FD))
+        poller = select.poll()
+        for descriptor in (news, connection, self._wakeup_fd):
+            poller.register(descriptor, select.POLLIN)
+        beat_s, next_beat = welcome.heartbeat_ms / 1e3, time.monotonic()
+        self._heard_at = next_beat
+        sampled = False
+        while True:
+            with self._turn:
+                now = time.monotonic()
+                if self._broken is not None:
+                    raise self._broken
+                if _pending(dealer):  # after a pause of this process: answers have queued up
+                    self._heard_at = now
+                self._listener.tick(now, silent=now - self._heard_at > welcome.liveness_ms / 1e3)
+                if now >= next_beat:
+                    next_beat, sampled = now + beat_s, False
+                    self._outbox.append(codec.encode(Beat(now, self._listener.pinned_bytes)))
+                # Ends of batches wait for whom they concern to ring, or there would be a report a sample.
+                if not sampled or self._listener.has_moved() or self.news.figures:
+                    self._flush(dealer)
+                if self._closing:
+                    return
+                # What came while something was sent, the descriptor does not tell any more.
+                patience = 0 if _pending(dealer) else max(1, round((next_beat - now) * 1e3))
+                sampling = patience > 0 and self._listener.sampling()
+                if sampling:
+                    patience = FRONTIER_SAMPLE_MS
+            ready = dict(poller.poll(patience))
+            sampled = sampling and not ready
+            if self._wakeup_fd in ready:
+                self._look()
+            with self._turn:
+                if connection in ready:
+                    if dealer.poll(LAST_WORDS_MS):  # how the steps that it drained have ended
+                        self._read(dealer)
+                    raise ServerLost("the server hung up")
+                if news in ready or not patience:
+                    self._read(dealer)
+
+    def _read(self, dealer: zmq.Socket[bytes]) -> None:
+        while True:
+            try:
+                frame = dealer.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._heard_at = time.monotonic()
+            message = codec.decode_reply(frame, 64 << 20)
+            if isinstance(message, Problem) and message.code == STRANGER:
+                raise ServerLost(f"the server does not know this session: {message.message}")
+            self._listener.heard(message)
+
+    def _flush(self, dealer: zmq.Socket[bytes]) -> None:
+        while (report := self.news.take(self._listener.progress)) is not None:
+            self._outbox.append(codec.encode_request(report))
+        self._post(dealer)
+
+    def _post(self, dealer: zmq.Socket[bytes]) -> None:
+        while self._outbox:
+            try:
+                dealer.send(self._outbox[0], zmq.NOBLOCK)
+            except zmq.Again:
+                raise ServerLost("the server has not read for too long") from None
+            self._outbox.popleft()
+
+
+def _pidfd(connection: socket.socket) -> int:
+    """Of the server; -1: that it has ended will never be known. It is in another pid namespace, or in this process."""
+    if is_here(connection):
+        return -1
+    try:
+        return peer_pidfd(connection)
+    except OSError as error:
+        log.warning("server_pidfd_unknown", error=str(error), effect="loads end with the connection")
+        return -1
+
+
+def _pending(dealer: zmq.Socket[bytes]) -> bool:
+    """Has a message come?"""
+    return bool(int(dealer.getsockopt(zmq.EVENTS)) & zmq.POLLIN)

@@ -1,1 +1,0 @@
-"""What the scheduler's side tells every worker of a step, and what the workers tell it back."""

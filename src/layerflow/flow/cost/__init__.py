@@ -1,1 +1,0 @@
-"""What a load would cost, and whether it is worth it."""

@@ -1,0 +1,794 @@
+"""A step as a graph of transfers: its two directions, their groups, and the batches in flight."""
+
+from __future__ import annotations
+
+import enum
+import math
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from layerflow.errors import InvalidTransition
+from layerflow.flow.events import LOAD, Direction, Event, FetchOpened, Hop, LayerShape, Part, SessionOpened, StepOpened
+from layerflow.flow.host_transfer import CallExtent, HostTransfer, Source
+
+# What the core knows of an attached engine worker.
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShape:
+    """The layers of one group.
+
+    :param layers: the model's layer numbers, ascending.
+    :param block_bytes: bytes of one block in each of them.
+    :param tail_bytes: bytes of one block from each of them to the last, and 0 at the end.
+    """
+
+    group: int
+    layers: tuple[int, ...]
+    block_bytes: tuple[int, ...]
+    tail_bytes: tuple[int, ...]
+
+
+def group_shapes(layers: Sequence[LayerShape]) -> dict[int, GroupShape]:
+    """Layers by group, with the running sums that size a part without looking at its layers."""
+    shapes: dict[int, GroupShape] = {}
+    for group in sorted({layer.group for layer in layers}):
+        numbers = tuple(number for number, layer in enumerate(layers) if layer.group == group)
+        sizes = tuple(layers[number].block_bytes for number in numbers)
+        tails = [0]
+        for size in reversed(sizes):
+            tails.append(tails[-1] + size)
+        shapes[group] = GroupShape(group, numbers, sizes, tuple(reversed(tails)))
+    return shapes
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One attached engine worker.
+
+    :param pending: per direction, the jobs that have something to be granted, now or once it is in the arena, in
+        the order of their steps.
+    :param credit: per direction, bytes it may still take in this turn.
+    :param queued: per direction, whether it stands in the ring.
+    :param unsaved: bytes of its saves that are neither stored nor given up.
+    :param gated: per direction, bytes granted that cannot move yet, less what was called back.
+    :param aborting: requests whose blocks a batch may still touch.
+    """
+
+    number: int
+    num_layers: int
+    groups: dict[int, GroupShape]
+    steps: dict[int, Step] = field(default_factory=dict)
+    pending: tuple[dict[int, TransferJob], dict[int, TransferJob]] = field(default_factory=lambda: ({}, {}))
+    credit: list[int] = field(default_factory=lambda: [0, 0])
+    queued: list[bool] = field(default_factory=lambda: [False, False])
+    unsaved: int = 0
+    gated: list[int] = field(default_factory=lambda: [0, 0])
+    aborting: dict[str, DrainBarrier] = field(default_factory=dict)
+
+
+def open_session(event: SessionOpened) -> Session:
+    """A session from its first message.
+
+    :raises InvalidTransition: for a shape that cannot be.
+    """
+    if not event.layers or any(layer.block_bytes <= 0 or layer.group < 0 for layer in event.layers):
+        raise InvalidTransition(
+            f"session {event.session} opened with layers {event.layers[:4]}...: it needs at least one layer, "
+            "and every layer a group and a positive block size"
+        )
+    return Session(event.session, len(event.layers), group_shapes(event.layers))
+
+
+# What of a transfer is left to be moved: sorted ranges of blocks, and a cursor through the layers.
+
+
+Span = tuple[int, int]
+
+
+def joined(ranges: Iterable[Span]) -> list[Span]:
+    """Ranges in any order, disjoint, as spans; neighbours that touch become one."""
+    spans: list[Span] = []
+    for lo, hi in sorted(ranges):
+        if spans and spans[-1][1] >= lo:
+            spans[-1] = (spans[-1][0], max(spans[-1][1], hi))
+        else:
+            spans.append((lo, hi))
+    return spans
+
+
+def without(spans: Sequence[Span], holes: Sequence[Span]) -> list[Span]:
+    """What is left of `spans` when `holes` are taken out."""
+    left: list[Span] = []
+    first = 0
+    for lo, hi in spans:
+        while first < len(holes) and holes[first][1] <= lo:
+            first += 1
+        at, hole = lo, first
+        while hole < len(holes) and holes[hole][0] < hi:
+            if holes[hole][0] > at:
+                left.append((at, holes[hole][0]))
+            at = max(at, holes[hole][1])
+            hole += 1
+        if at < hi:
+            left.append((at, hi))
+    return left
+
+
+def common(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
+    """What is in both."""
+    both: list[Span] = []
+    first = 0
+    for lo, hi in spans:
+        while first < len(others) and others[first][1] <= lo:
+            first += 1
+        other = first
+        while other < len(others) and others[other][0] < hi:
+            both.append((max(lo, others[other][0]), min(hi, others[other][1])))
+            other += 1
+    return both
+
+
+def touches(spans: Sequence[Span], lo: int, hi: int) -> bool:
+    """Whether any block of `lo` to `hi` is in `spans`."""
+    at = bisect_right(spans, (lo, hi))
+    return (at < len(spans) and spans[at][0] < hi) or (at > 0 and spans[at - 1][1] > lo)
+
+
+class BatchExtent(NamedTuple):
+    """One batch's extent: blocks `lo` to `hi`; bytes `byte_lo` to `byte_hi` of block `lo` where it is split."""
+
+    lo: int
+    hi: int
+    byte_lo: int
+    byte_hi: int
+    nbytes: int
+
+
+@dataclass(slots=True, eq=False)
+class Cursor:
+    """Blocks of a transfer that have reached the same layer.
+
+    :param index: position of the cursor's layer within the transfer's layers; their number when all is granted.
+    :param fetch: number of the fetch that has layers to bring yet; 0 = every layer is in the arena.
+    :param limit: so many layers may be granted.
+    :param at: next block of that layer.
+    :param byte_at: bytes of block `at` that are granted already.
+    """
+
+    transfer: Transfer
+    spans: list[Span]
+    index: int = 0
+    span_index: int = 0
+    byte_at: int = 0
+    fetch: int = 0
+    limit: int = field(init=False)
+    at: int = field(init=False)
+    end: int = field(init=False)
+    layer: int = field(init=False)
+    block_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.limit = 0 if self.fetch else len(self.transfer.shape.layers)
+        self._enter(self.index)
+
+    def _enter(self, index: int) -> None:
+        self.index, self.span_index, self.byte_at = index, 0, 0
+        self.at, self.end = self.spans[0]
+        shape = self.transfer.shape
+        if index < len(shape.layers):
+            self.layer = shape.layers[index]
+            self.block_bytes = shape.block_bytes[index]
+
+    @property
+    def exhausted(self) -> bool:
+        """Every layer is granted, or no block is left."""
+        return self.index >= len(self.transfer.shape.layers)
+
+    @property
+    def waiting(self) -> bool:
+        """What may be granted is granted."""
+        return self.index >= self.limit
+
+    @property
+    def fresh(self) -> bool:
+        """Nothing of the cursor's layer is granted of the blocks that are left."""
+        return not self.byte_at and self.at == self.spans[0][0]
+
+    def permit(self, layers: int) -> None:
+        """So many layers are in the arena."""
+        self.limit = layers
+        if layers == len(self.transfer.shape.layers):
+            self.fetch = 0
+
+    def next_extent(self, max_blocks: int, max_bytes: int) -> BatchExtent:
+        """The next batch under the caps; the cursor stays."""
+        block_bytes, at = self.block_bytes, self.at
+        if self.byte_at or block_bytes > max_bytes:
+            byte_hi = min(block_bytes, self.byte_at + max_bytes)
+            return BatchExtent(at, at + 1, self.byte_at, byte_hi, byte_hi - self.byte_at)
+        blocks = min(self.end - at, max_blocks, max_bytes // block_bytes)
+        return BatchExtent(at, at + blocks, 0, 0, blocks * block_bytes)
+
+    def advance(self, extent: BatchExtent) -> bool:
+        """Move the cursor past `extent`; whether that finished the layer."""
+        if extent.byte_hi and extent.byte_hi < self.block_bytes:
+            self.byte_at = extent.byte_hi
+            return False
+        self.byte_at = 0
+        if extent.hi < self.end:
+            self.at = extent.hi
+            return False
+        self.span_index += 1
+        if self.span_index < len(self.spans):
+            self.at, self.end = self.spans[self.span_index]
+            return False
+        self._enter(self.index + 1)
+        return True
+
+    def absorb(self, other: Cursor) -> None:
+        """Take the blocks of another fresh cursor at the same layer."""
+        self.spans = joined([*self.spans, *other.spans])
+        self._enter(self.index)
+
+    def drop(self, holes: list[Span]) -> int:
+        """Forget blocks of cancelled parts. Returns the bytes that were still to be granted of them, all layers."""
+        gone = common(self.spans, holes)
+        if not gone:
+            return 0
+        remaining = self.transfer.shape.tail_bytes[self.index]
+        freed = 0
+        for lo, hi in gone:
+            granted = max(0, min(hi, self.at) - lo) * self.block_bytes
+            if lo <= self.at < hi:
+                granted += self.byte_at
+            freed += (hi - lo) * remaining - granted
+        self.spans = without(self.spans, holes)
+        if not self.spans:
+            self.index = len(self.transfer.shape.layers)
+            return freed
+        for span_index, (lo, hi) in enumerate(self.spans):
+            if hi > self.at:
+                self.span_index, self.end = span_index, hi
+                if lo > self.at:
+                    self.at, self.byte_at = lo, 0
+                return freed
+        self._enter(self.index + 1)
+        return freed
+
+
+@dataclass(slots=True, eq=False)
+class DrainBarrier:
+    """What to do once the watched batches have ended.
+
+    :param pending: batches still in flight.
+    :param revoke: save parts to give back: step, positions, reason.
+    :param release: an aborted request to release then.
+    """
+
+    pending: int = 0
+    revoke: tuple[Step, tuple[int, ...], str] | None = None
+    release: str | None = None
+
+    def watch(self, blocks: Iterable[tuple[Transfer, Sequence[Span]]]) -> None:
+        """Wait for every batch in flight that touches these blocks."""
+        for transfer, spans in blocks:
+            for batch in transfer.in_flight.values():
+                if touches(spans, batch.lo, batch.hi):
+                    self._add(batch)
+
+    def _add(self, batch: InFlightBatch) -> None:
+        if batch.watch is None:
+            batch.watch = [self]
+        elif self not in batch.watch:
+            batch.watch.append(self)
+        else:
+            return
+        self.pending += 1
+
+
+STORY_EVENTS = 24
+
+
+class Charge(enum.IntEnum):
+    """Where a batch in flight counts."""
+
+    BUDGET = 0
+    GATED = 1
+    """Against the budget, and against what may be granted before it can move."""
+    NONE = 2
+    """Called back, or ended."""
+
+
+@dataclass(slots=True, eq=False)
+class InFlightBatch:
+    """A batch in flight.
+
+    :param gate: its lane holds it until the forward pass has reached (loads) or computed (saves) this layer; -1 = it
+        can move at once.
+    :param watch: what waits for it to end; None in the normal case.
+    """
+
+    number: int
+    transfer: Transfer
+    layer: int
+    lo: int
+    hi: int
+    nbytes: int
+    gate: int = -1
+    charge: Charge = Charge.BUDGET
+    watch: list[DrainBarrier] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """The blocks of one group in one direction of a step.
+
+    :param members: positions in the job's parts, ascending.
+    :param starts: first block of each member, and the number of blocks at the end.
+    :param arrivals: loads: by number of each fetch, so many layers of what it still brings are in the arena.
+    :param pending: cursors of this transfer, waiting ones among them.
+    :param sealed: so many of the group's layers are sealed.
+    :param committed: saves: every layer is stored, and said so.
+    :param live: parts that are not cancelled.
+    :param write: saves: what carries the objects on to the backend; None = nothing does (any more).
+    :param follows: saves: what others load of it as it is stored.
+    """
+
+    job: TransferJob
+    shape: GroupShape
+    members: Sequence[int]
+    starts: list[int]
+    arrivals: dict[int, int] = field(default_factory=dict)
+    pending: int = 0
+    sealed: int = 0
+    committed: bool = False
+    live: int = field(init=False)
+    write: WriteTransfer | None = None
+    follows: list[FollowTransfer] = field(default_factory=list)
+    in_flight: dict[int, InFlightBatch] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.live = len(self.members)
+
+    @property
+    def watched(self) -> bool:
+        """Saves: somebody wants to know how much is stored."""
+        return self.write is not None or bool(self.follows)
+
+    def stored(self) -> int:
+        """Saves: so many layers of the group have nothing left to be granted and nothing in flight."""
+        low, first = self.low(), next(iter(self.in_flight.values()), None)
+        return low if first is None else min(low, bisect_left(self.shape.layers, first.layer))
+
+    def low(self) -> int:
+        """So many layers of the group have nothing left to be granted."""
+        if not self.pending:
+            return len(self.shape.layers)
+        if len(self.job.cursors) == 1:
+            return self.job.cursors[0].index
+        return min(cursor.index for cursor in self.cursors())
+
+    def cursors(self) -> list[Cursor]:
+        """What of this transfer is still to be granted."""
+        return [cursor for cursor in self.job.cursors if cursor.transfer is self]
+
+    def span(self, position: int) -> Span:
+        """The block numbers of the part at `position`."""
+        member = bisect_left(self.members, position)
+        return self.starts[member], self.starts[member + 1]
+
+    def overlapping(self, lo: int, hi: int) -> Sequence[int]:
+        """Positions of the parts that have blocks in `lo` to `hi`."""
+        return self.members[bisect_right(self.starts, lo) - 1 : bisect_left(self.starts, hi)]
+
+    def add_cursor(self, spans: list[Span], fetch: int = 0) -> None:
+        """Blocks that may be granted from the first layer on, once fetch `fetch` has brought it."""
+        self.job.cursors.append(Cursor(self, spans, fetch=fetch))
+        self.pending += 1
+        if fetch:
+            self.arrivals[fetch] = 0
+
+    def arriving(self, fetch: int) -> Cursor | None:
+        """What waits for this fetch; None when all of it is there, or lost."""
+        return next((c for c in self.job.cursors if c.transfer is self and c.fetch == fetch), None)
+
+    def merge(self, cursor: Cursor) -> None:
+        """Make cursors one that are about to start the same layer, all their layers being in the arena."""
+        if self.pending == 1 or cursor.fetch:
+            return
+        for other in self.job.cursors:
+            if other.transfer is self and other.index == cursor.index and other.fresh:
+                if other is cursor or other.fetch:
+                    continue
+                cursor.absorb(other)
+                self.remove(other)
+                return
+
+    def remove(self, cursor: Cursor) -> None:
+        """A cursor ended."""
+        self.job.cursors.remove(cursor)
+        self.pending -= 1
+
+
+@dataclass(slots=True, eq=False)
+class TransferJob:
+    """One direction of a step.
+
+    :param parts: as given in ``StepOpened``.
+    :param dropped: positions of cancelled parts, which are granted no further.
+    :param failed: loads: the block ranges already reported as failed, of parts that were wholly granted then.
+    :param flying: batches in flight.
+    :param gated: batches granted before they could move, by gate; ended ones among them.
+    :param moved: bytes that arrived.
+    :param cancelled: fenced, expired or cut: nothing more is granted and no layer is sealed any more.
+    :param done: loads: nothing left to do, and said so.
+    :param open: saves: parts neither committed nor revoked.
+    :param revoked: saves: positions given back.
+    :param edges: loads: what they need of fetches, until they are done.
+    :param held: saves: a commit waits for the loads of an earlier step.
+    :param planned: loads: the worker moves them itself. Each group is one batch of no bytes, in flight until it says
+        that they have ended.
+    """
+
+    step: Step
+    direction: Direction
+    parts: tuple[Part, ...]
+    transfers: dict[int, Transfer] = field(default_factory=dict)
+    cursors: list[Cursor] = field(default_factory=list)
+    dropped: set[int] = field(default_factory=set)
+    failed: dict[int, list[Span]] = field(default_factory=dict)
+    revoked: set[int] = field(default_factory=set)
+    gated: list[InFlightBatch] = field(default_factory=list)
+    flying: int = 0
+    moved: int = 0
+    open: int = 0
+    cancelled: bool = False
+    done: bool = False
+    edges: list[Edge] = field(default_factory=list)
+    held: bool = False
+    planned: bool = False
+    by_request: dict[str, list[int]] | None = None
+
+    @property
+    def reached(self) -> int:
+        """The layer up to which gates are open; see :class:`InFlightBatch`."""
+        return self.step.frontier if self.direction is LOAD else self.step.computed - 1
+
+    @property
+    def idle(self) -> bool:
+        """Nothing to grant, nothing to wait for."""
+        return not (self.flying or self.cursors)
+
+    def head(self) -> Cursor | None:
+        """The cursor that is nearest to the first layer; None when all of them wait for their objects."""
+        cursors = self.cursors
+        if len(cursors) == 1:
+            return cursors[0] if cursors[0].index < cursors[0].limit else None
+        ready = (cursor for cursor in cursors if cursor.index < cursor.limit)
+        return min(ready, key=lambda cursor: (cursor.layer, cursor.at), default=None)
+
+    def transfer_of(self, position: int) -> Transfer:
+        """The transfer that the part at `position` is in."""
+        return self.transfers[self.parts[position].group]
+
+    @property
+    def undecided(self) -> bool:
+        """Loads: one of them may still fail. What is left of fenced loads has failed already."""
+        return not (self.done or self.cancelled)
+
+    def requests(self) -> dict[str, list[int]]:
+        """The parts of each request; built at the first question."""
+        if self.by_request is None:
+            self.by_request = {}
+            for position, part in enumerate(self.parts):
+                self.by_request.setdefault(part.request, []).append(position)
+        return self.by_request
+
+    def positions_of(self, requests: Iterable[str]) -> list[int]:
+        """The parts of these requests."""
+        known = self.requests()
+        return sorted(position for request in requests for position in known.get(request, ()))
+
+    def spans_of(self, positions: Iterable[int]) -> list[tuple[Transfer, list[Span]]]:
+        """The blocks of these parts, transfer by transfer."""
+        found: dict[int, list[Span]] = {}
+        for position in positions:
+            group = self.parts[position].group
+            found.setdefault(group, []).append(self.transfers[group].span(position))
+        return [(self.transfers[group], joined(ranges)) for group, ranges in found.items()]
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """One forward pass of one session.
+
+    :param frontier: highest layer whose attention has started; -1 before the first.
+    :param computed: so many layers have written their KV.
+    :param closed: the forward pass ended, or every deadline passed without it.
+    :param alarm: when this step next wants to be looked at; ``inf`` = never.
+    """
+
+    session: Session
+    number: int
+    deadline: float
+    save_deadline: float
+    loads: TransferJob | None = None
+    saves: TransferJob | None = None
+    frontier: int = -1
+    computed: int = 0
+    closed: bool = False
+    alarm: float = math.inf
+    story: deque[Event] = field(default_factory=lambda: deque(maxlen=STORY_EVENTS))
+
+    def next_alarm(self) -> float:
+        """The earliest deadline that still has a consequence."""
+        when = math.inf
+        if self.loads is not None and not self.loads.done and not self.loads.cancelled:
+            when = self.deadline
+        if self.saves is not None and self.saves.open and not self.saves.cancelled:
+            when = min(when, self.save_deadline)
+        if when == math.inf and not self.closed:
+            when = max(self.deadline, self.save_deadline)
+        return when
+
+    def dissolve(self) -> None:
+        """Let go of what refers back to the step, which is over: its memory then needs no garbage collector."""
+        for job in (self.loads, self.saves):
+            if job is not None:
+                for transfer in job.transfers.values():
+                    transfer.in_flight.clear()
+                job.transfers.clear()
+                job.cursors.clear()
+                job.gated.clear()
+        self.loads = self.saves = None
+
+    def impossible(self, what: str) -> InvalidTransition:
+        """The error for a report that cannot be, with the step's story."""
+        return InvalidTransition(f"session {self.session.number} step {self.number} {what}", self.told())
+
+    def told(self) -> tuple[str, ...]:
+        """The step's events so far, oldest first and short."""
+        return tuple(_brief(event) for event in self.story)
+
+
+def _brief(event: Event) -> str:
+    if isinstance(event, StepOpened):
+        return f"StepOpened({len(event.loads)} loads, {len(event.saves)} saves, deadline={event.deadline})"
+    return repr(event)
+
+
+# What loads depend on: objects that are not in the arena yet, and the blocks that come with each of them.
+
+
+class Upstream(Protocol):
+    """Objects that come layer by layer: a host fetches them, or another step stores them.
+
+    :ivar lost: objects that will not come. :ivar whole: those that are published.
+    :ivar occupied: lost objects whose room is not given back.
+    :ivar edges: the loads that hang on them.
+    :ivar closed: nothing more of it is to come.
+    """
+
+    number: int
+    lost: set[int]
+    whole: set[int]
+    occupied: set[int]
+    edges: list[Edge]
+    closed: bool
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The model's layer numbers."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many objects."""
+        ...
+
+    @property
+    def span(self) -> int:
+        """How many layers each has."""
+        ...
+
+    def reached(self, objects: Sequence[int]) -> int:
+        """So many leading layers of all these (ascending, none of them lost) may be loaded."""
+        ...
+
+    def lose(self, objects: Sequence[int]) -> None:
+        """These do not come; their room is taken until nothing touches it."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Edge:
+    """Loads of one transfer that need objects of one upstream, until the step's loads are done.
+
+    :param spans: by object, its blocks of the transfer.
+    :param waiting: objects that are neither lost nor whole in the arena, ascending.
+    """
+
+    upstream: Upstream
+    transfer: Transfer
+    spans: dict[int, list[Span]]
+    waiting: list[int]
+
+
+# Objects that another step stores, and the loads that take them as they are: no byte moves in between.
+
+
+@dataclass(slots=True, eq=False)
+class FollowTransfer:
+    """Objects of one group that a save stores, or that have room and no save yet.
+
+    :param number: below 0, so that no fetch has it.
+    :param numbers: the model's layer numbers.
+    :param size: how many objects.
+    :param save: what stores them; None = nothing does (yet, or any more).
+    :param parts: by object, its position among the save's step's parts.
+    :param committed: the save is published.
+    :param moved: objects that come from another upstream now.
+    :param lent: another server reads it; :param told: so many layers it was told of.
+    """
+
+    number: int
+    numbers: tuple[int, ...]
+    size: int
+    save: Transfer | None = None
+    parts: tuple[int, ...] = ()
+    committed: bool = False
+    lost: set[int] = field(default_factory=set)
+    whole: set[int] = field(default_factory=set)
+    moved: set[int] = field(default_factory=set)
+    occupied: set[int] = field(default_factory=set)
+    edges: list[Edge] = field(default_factory=list)
+    closed: bool = False
+    lent: bool = False
+    told: int = 0
+
+    @property
+    def span(self) -> int:
+        """How many layers each object has."""
+        return len(self.numbers)
+
+    def reached(self, objects: Sequence[int]) -> int:
+        """So many leading layers are stored.
+
+        The last one counts once the save is published: until then all of it may turn out to be computed from a load
+        that failed.
+        """
+        if self.committed:
+            return self.span
+        return min(self.save.stored(), self.span - 1) if self.save is not None else 0
+
+    def lose(self, objects: Sequence[int]) -> None:
+        """These are not stored; their room is taken until nothing touches it."""
+        self.lost.update(objects)
+        self.occupied.update(objects)
+
+    def unfinished(self) -> list[int]:
+        """Objects that are still to come."""
+        over = self.lost | self.whole | self.moved
+        return [index for index in range(self.size) if index not in over]
+
+
+# A transfer from the backend (or a peer) into the arena, and the loads that hang on it by edges.
+
+
+@dataclass(slots=True, eq=False)
+class FetchTransfer(HostTransfer):
+    """Objects on their way into the arena.
+
+    :param numbers: the model's layer numbers.
+    :param leased: a lookup wants it. :param claimed: it was leased or needed at some time.
+    :param occupied: lost objects whose room is not given back.
+    :param alarm: when to give it up; ``inf`` = never.
+    """
+
+    numbers: tuple[int, ...] = ()
+    occupied: set[int] = field(default_factory=set)
+    edges: list[Edge] = field(default_factory=list)
+    leased: bool = False
+    claimed: bool = False
+    alarm: float = math.inf
+
+    @property
+    def wanted(self) -> bool:
+        """Something waits for it, or nothing ever has."""
+        return self.leased or bool(self.edges) or not self.claimed
+
+    @property
+    def size(self) -> int:
+        """How many objects."""
+        return len(self.objects)
+
+    @property
+    def span(self) -> int:
+        """How many layers each has."""
+        return self.layers
+
+    @property
+    def stalled(self) -> bool:
+        """All that its source has stored has moved, and that is not all."""
+        return self.index == self.limit < self.layers and not self.calls
+
+    def urgency(self) -> tuple[float, float]:
+        """How far the cursor's layer is from where a forward pass is, and the earliest deadline of such a pass."""
+        layer = self.numbers[self.index]
+        nearest = (float(layer + 1), math.inf)
+        for edge in self.edges:
+            if edge.waiting:
+                step = edge.transfer.job.step
+                nearest = min(nearest, (float(layer - step.frontier), step.deadline))
+        return nearest
+
+    def reached(self, objects: Sequence[int]) -> int:
+        """So many leading layers of all these (ascending) have moved."""
+        layers = self.index + (objects[-1] < self.at)
+        for call in self.calls.values():
+            first = bisect_left(objects, call.lo)
+            if call.layer_lo < layers and first < len(objects) and objects[first] < call.hi:
+                layers = call.layer_lo
+        return layers
+
+    def lose(self, objects: Sequence[int]) -> None:
+        """These move no further; their room is taken until nothing touches it."""
+        HostTransfer.lose(self, objects)  # super() finds another class where a dataclass has slots
+        self.occupied.update(objects)
+
+
+def fetch_of(event: FetchOpened, source: Source, available: int) -> FetchTransfer:
+    """A fetch that has just begun: so many layers of it may move."""
+    layers = event.layers
+    return FetchTransfer(event.fetch, source, event.objects, len(layers), available, hop=event.hop, numbers=layers)
+
+
+# A transfer from the arena to the backend: what one step saves of one group, behind the saves themselves.
+
+
+@dataclass(slots=True, eq=False)
+class WriteTransfer(HostTransfer):
+    """Objects on their way to the backend.
+
+    :param parts: by object, its position among the step's saves.
+    :param save: what stores them in the arena; None once that is committed, or nothing of it is left.
+    :param nbytes: of all objects: what it takes of the backlog.
+    :param begun: the host knows of it.
+    :param publishing: the host has been asked to publish what is left of it.
+    """
+
+    hop: Hop = Hop.WRITE
+    parts: tuple[int, ...] = ()
+    save: Transfer | None = None
+    nbytes: int = 0
+    begun: bool = False
+    publishing: bool = False
+
+    def urgency(self) -> tuple[float, float]:
+        """First come, first served: an older write is nearer to being readable."""
+        return (0.0, 0.0)
+
+    @property
+    def permitted(self) -> bool:
+        """A batch of it may move now, or it may be published."""
+        left = len(self.lost) < len(self.objects)
+        return left and (self.index < self.limit or self._publishable)
+
+    def next_extent(self, most_blocks: int, most_bytes: int) -> CallExtent:
+        """The next batch under the caps; without layers, once all is at the backend and committed in the arena."""
+        if self._publishable:
+            return CallExtent(0, len(self.objects), self.layers, self.layers, 0)
+        return HostTransfer.next_extent(self, most_blocks, most_bytes)
+
+    def advance(self, extent: CallExtent) -> None:
+        """Move the cursor past `extent`."""
+        self.publishing = extent.layer_lo == self.layers
+        HostTransfer.advance(self, extent)
+
+    @property
+    def _publishable(self) -> bool:
+        return self.index == self.layers and not self.calls and self.save is None and not self.publishing

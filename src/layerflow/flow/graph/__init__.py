@@ -1,1 +1,0 @@
-"""A step as a graph of transfers: sessions, steps, and what of a transfer is left."""

@@ -1,1 +1,0 @@
-"""What becomes of a step that is open: its batches and writes end, parts are finalized, fail or are cancelled."""

@@ -1,0 +1,442 @@
+"""The core's invariants. Costs O(everything); meant for tests, after every event."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+from layerflow.errors import InvalidTransition
+from layerflow.flow.events import Direction
+from layerflow.flow.graph import (
+    Charge,
+    Cursor,
+    FetchTransfer,
+    FollowTransfer,
+    InFlightBatch,
+    Session,
+    Step,
+    Transfer,
+    TransferJob,
+    WriteTransfer,
+    joined,
+    touches,
+    without,
+)
+from layerflow.flow.host_lane import HostLane, T
+from layerflow.flow.host_transfer import HostTransfer
+from layerflow.flow.progress import builds_on_loads
+from layerflow.flow.scheduler import next_cursor
+from layerflow.flow.state import State
+
+# The invariants of what moves between arena and backend, and of the loads that wait for it.
+
+
+def validate_fetches(state: State) -> None:
+    """Raise for the first invariant of the way into the arena that does not hold.
+
+    :raises InvalidTransition: naming it.
+    """
+    for lane in (state.fetches, state.peers):
+        _lane(state, lane)
+        for fetch in lane.transfers.values():
+            _require_transfer(fetch.hop is lane.hop, fetch, "is in the lane of another hop")
+            _fetch(fetch)
+
+
+def validate_writes(state: State) -> None:
+    """The same of the way to the backend.
+
+    :raises InvalidTransition: naming it.
+    """
+    lane = state.writes
+    _lane(state, lane)
+    for write in lane.transfers.values():
+        _write(write)
+    begun = sum(write.nbytes for write in lane.transfers.values() if write.begun)
+    if begun != lane.backlog:
+        raise InvalidTransition(f"{lane.backlog} bytes of backlog are booked, of {begun}")
+
+
+def _lane(state: State, lane: HostLane[T]) -> None:
+    calls = {number: call for one in lane.transfers.values() for number, call in one.calls.items()}
+    if calls.keys() != lane.calls.keys() or lane.inflight != sum(call.nbytes for call in calls.values()):
+        raise InvalidTransition(f"{lane.hop.name}: {lane.inflight} bytes in calls {lane.calls.keys()}, not {calls}")
+    for number, transfer in lane.transfers.items():
+        _require_transfer(transfer.number == number, transfer, "is not where its lane keeps it")
+        _common(transfer)
+        mine = transfer.source.transfers.get(number) is transfer
+        _require_transfer(mine != transfer.closed, transfer, "is with its source exactly until it is closed")
+        _require_transfer(
+            not transfer.permitted or transfer.closed or transfer.source.queued[lane.hop],
+            transfer,
+            "has permitted work and is not queued",
+        )
+    for source in lane.sources.values():
+        if not source.transfers or lane.sources[source.name] is not source:
+            raise InvalidTransition(f"{lane.hop.name}: source {source.name} is kept without a transfer")
+    if lane.ring.queue:
+        ready = (source.next_transfer() for source in lane.ring.queue)
+        first = next((one for one in ready if one is not None), None)
+        if first is not None:
+            limits = state.budget.limits
+            extent = first.next_extent(limits.max_transfer_blocks, lane.most_bytes(first, state.budget))
+            _require_transfer(not lane.fits(extent.nbytes, state.budget), first, f"idles although {extent} may move")
+
+
+def _require_transfer(holds: bool, transfer: HostTransfer, what: str) -> None:
+    if not holds:
+        raise InvalidTransition(f"{transfer.hop.name} {transfer.number}: {what}")
+
+
+def _common(transfer: HostTransfer) -> None:
+    lost, whole, everything = transfer.lost, transfer.whole, set(range(len(transfer.objects)))
+    _require_transfer(not lost & whole and lost | whole <= everything, transfer, "has objects that are lost and whole")
+    live = [item for index, item in enumerate(transfer.objects) if index not in lost]
+    sums = (sum(item.layer_bytes for item in live), sum(item.blocks for item in live))
+    _require_transfer(sums == (transfer.layer_bytes, transfer.layer_blocks), transfer, "miscounts its live objects")
+    over = not transfer.calls and lost | whole == everything
+    _require_transfer(transfer.closed == over, transfer, "is closed exactly when all is over")
+    _require_transfer(0 <= transfer.index <= transfer.limit <= transfer.layers, transfer, "is past what may move")
+
+
+def _fetch(fetch: FetchTransfer) -> None:
+    _require_transfer(fetch.occupied <= fetch.lost, fetch, "keeps room that it has not lost")
+    _require_transfer(not fetch.closed or bool(fetch.occupied), fetch, "is over and was not forgotten")
+    _require_transfer(fetch.wanted or bool(fetch.calls) or fetch.closed, fetch, "is not wanted and was not ended")
+    for index in set(range(len(fetch.objects))) - fetch.lost:
+        _require_transfer((fetch.reached((index,)) == fetch.layers) == (index in fetch.whole), fetch, "hides an object")
+    _require_transfer(not fetch.closed or fetch.alarm == math.inf, fetch, "has a deadline and is over")
+    held = {index for edge in fetch.edges for index in edge.spans}
+    _require_transfer(bool(fetch.calls) or fetch.occupied <= held, fetch, "keeps room that nothing touches")
+    for edge in fetch.edges:
+        job = edge.transfer.job
+        _require_transfer(
+            edge in job.edges and not job.done, fetch, f"is held by loads of step {job.step.number} that ended"
+        )
+        _require_transfer(not fetch.lost & set(edge.waiting), fetch, "is waited for where it is lost")
+
+
+def _write(write: WriteTransfer) -> None:
+    _require_transfer(not write.closed, write, "is over and was not forgotten")
+    _require_transfer(write.begun or not (write.limit or write.calls), write, "moves before it has begun")
+    following = write.save is not None or not write.unfinished()
+    _require_transfer(following or write.limit == write.layers, write, "follows no save and waits for layers")
+    _require_transfer(write.save is None or write.save.write is write, write, "is unknown to the save that it follows")
+    _require_transfer(
+        not write.publishing or (write.save is None and write.index == write.layers), write, "publishes too early"
+    )
+
+
+# The invariants of loads that take what another step stores.
+
+
+def validate_follows(state: State) -> None:
+    """Raise for the first invariant of follows that does not hold.
+
+    :raises InvalidTransition: naming it.
+    """
+    known = set(state.follows.values())
+    for number, follow in state.follows.items():
+        _require_follow(follow.number == number, follow, "is not where the core keeps it")
+        _follow(follow)
+    for session in state.sessions.values():
+        for step in session.steps.values():
+            for transfer in step.saves.transfers.values() if step.saves is not None else ():
+                for follow in transfer.follows:
+                    _require_follow(follow in known and follow.save is transfer, follow, "follows another save")
+            for edge in step.loads.edges if step.loads is not None else ():
+                mine = edge in edge.upstream.edges and state.upstream(edge.upstream.number) is edge.upstream
+                over = edge.upstream.closed and not edge.upstream.occupied
+                if not (mine or over):
+                    raise InvalidTransition(f"step {step.number} waits for {edge.upstream.number}, which is forgotten")
+
+
+def _require_follow(holds: bool, follow: FollowTransfer, what: str) -> None:
+    if not holds:
+        raise InvalidTransition(f"follow {follow.number}: {what}")
+
+
+def _follow(follow: FollowTransfer) -> None:
+    lost, whole, moved = follow.lost, follow.whole, follow.moved
+    _require_follow(not (lost & whole or lost & moved or whole & moved), follow, "has an object in two states")
+    _require_follow(follow.closed == (not follow.unfinished()), follow, "is closed exactly when all is over")
+    _require_follow(not follow.closed or bool(follow.occupied), follow, "is over and was not forgotten")
+    _require_follow(follow.occupied <= lost, follow, "keeps room that it has not lost")
+    _require_follow(not whole or follow.committed, follow, "published what its save has not")
+    _require_follow(not (moved and follow.parts), follow, "gave what a step saves to another")
+    save = follow.save
+    _require_follow(
+        follow.closed == (save is None) or not follow.parts, follow, "follows a save exactly until it is over"
+    )
+    if save is not None:
+        _require_follow(follow in save.follows, follow, "is unknown to the save that it follows")
+        dead = {index for index in follow.unfinished() if follow.parts[index] in save.job.dropped}
+        _require_follow(not dead, follow, f"waits for {dead}, which is cancelled")
+    stored = follow.reached(())
+    _require_follow(
+        follow.closed or follow.told <= stored, follow, f"told its reader of {follow.told} layers of {stored}"
+    )
+    _require_follow(
+        follow.closed or not follow.lent or follow.told == stored, follow, f"kept {stored} layers from its reader"
+    )
+    held = {index for edge in follow.edges for index in edge.spans}
+    _require_follow(follow.lent or follow.occupied <= held, follow, "keeps room that nothing touches")
+    for edge in follow.edges:
+        job = edge.transfer.job
+        _require_follow(
+            edge in job.edges and not job.done, follow, f"is held by loads of step {job.step.number} that ended"
+        )
+        _require_follow(not lost & set(edge.waiting), follow, "is waited for where it is lost")
+        _require_follow(not edge.waiting or not moved & set(edge.waiting), follow, "is waited for where it has moved")
+
+
+def validate(state: State) -> None:
+    """Raise for the first invariant that does not hold.
+
+    :raises InvalidTransition: with the step's story.
+    """
+    steps = [step for session in state.sessions.values() for step in session.steps.values()]
+    for step in steps:
+        _step(state, step)
+    _budget(state, steps)
+    for session in state.sessions.values():
+        _session(session)
+    _conserving(state)
+    validate_fetches(state)
+    validate_writes(state)
+    validate_follows(state)
+    if state.unsettled or state.advanced or state.loosened or state.severed or state.committed:
+        raise InvalidTransition(
+            f"{len(state.unsettled)} steps are left unsettled, {len(state.advanced)} saves unfollowed"
+        )
+
+
+def _require(holds: bool, step: Step, what: str) -> None:
+    if not holds:
+        raise InvalidTransition(f"session {step.session.number} step {step.number}: {what}", step.told())
+
+
+def _step(state: State, step: Step) -> None:
+    _require(step.session.steps.get(step.number) is step, step, "is not where its session keeps it")
+    _require(step.alarm == step.next_alarm(), step, f"its alarm {step.alarm} is not {step.next_alarm()}")
+    loads, saves = step.loads, step.saves
+    for job in (loads, saves):
+        if job is not None:
+            _job(state, job)
+    if loads is not None:
+        _require(loads.done == loads.idle, step, "loads are said to be done exactly when nothing is left of them")
+    if saves is not None:
+        _saves(saves)
+        written = [transfer for transfer in saves.transfers.values() if transfer.committed]
+        decided = loads is None or loads.done
+        _require(not written or decided, step, "committed before its loads were done")
+        _require(not builds_on_loads(saves, written), step, "committed what an earlier step still loads for")
+        ready = [s for s in saves.transfers.values() if not (s.committed or s.pending or s.in_flight)]
+        if decided and any(part not in saves.dropped for transfer in ready for part in transfer.members):
+            _require(saves.held and builds_on_loads(saves, ready), step, "holds a commit back for nothing")
+    over = (loads is None or loads.done) and (saves is None or not saves.open)
+    _require(not (step.closed and over), step, "has nothing left and was not forgotten")
+
+
+def _job(state: State, job: TransferJob) -> None:
+    step = job.step
+    pending = step.session.pending[job.direction].get(step.number)
+    _require((pending is job) == bool(job.cursors), step, f"{job.direction.name}: queued exactly while it is granted")
+    _require(
+        job.flying == sum(len(transfer.in_flight) for transfer in job.transfers.values()),
+        step,
+        f"{job.direction.name}: {job.flying} batches in flight do not match the transfers",
+    )
+    _require(not (job.cancelled and job.direction is Direction.LOAD and job.cursors), step, "grants fenced loads")
+    _require(not (job.planned and job.cursors), step, "grants loads that its worker moves")
+    gates = [batch.gate for batch in job.gated]
+    _require(gates == sorted(gates), step, f"{job.direction.name}: gated batches are out of order")
+    _require(not gates or gates[0] > job.reached, step, f"{job.direction.name}: holds what may move")
+    for transfer in job.transfers.values():
+        _transfer_holds(state, transfer)
+
+
+def _transfer_holds(state: State, transfer: Transfer) -> None:
+    job, layers = transfer.job, len(transfer.shape.layers)
+    step = job.step
+    cursors = transfer.cursors()
+    _require(transfer.pending == len(cursors), step, "miscounts its cursors")
+    if not job.cancelled:
+        _require(transfer.sealed == transfer.low(), step, f"sealed {transfer.sealed} layers of {transfer.low()}")
+    _require(0 <= transfer.sealed <= layers, step, f"sealed {transfer.sealed} layers of {layers}")
+    live = sum(position not in job.dropped for position in transfer.members)
+    _require(transfer.live == live, step, f"counts {transfer.live} live parts of {live}")
+    covered: list[tuple[int, int]] = []
+    for cursor in cursors:
+        _cursor(transfer, cursor)
+        covered += cursor.spans
+    covered.sort()
+    _require(all(left[1] <= right[0] for left, right in itertools.pairwise(covered)), step, "cursors overlap")
+    _arrivals(state, transfer, cursors)
+    for position in job.dropped:
+        if job.transfer_of(position) is transfer:
+            _require(
+                not touches(covered, *transfer.span(position)), step, f"cancelled part {position} is still granted"
+            )
+    for number, batch in transfer.in_flight.items():
+        _require(batch.number == number and state.in_flight.get(number) is batch, step, f"lost batch {number}")
+        _flight(transfer, batch)
+
+
+def _arrivals(state: State, transfer: Transfer, cursors: list[Cursor]) -> None:
+    job, layers = transfer.job, len(transfer.shape.layers)
+    needs = {need.fetch for position in transfer.members for need in job.parts[position].needs}
+    told = transfer.arrivals.keys()
+    unasked = {number for number in told - needs if state.upstream(number) is not None and not job.done}
+    served = {edge.upstream.number for edge in job.edges if edge.transfer is transfer}
+    _require(needs <= told and unasked <= served, job.step, f"knows fetches {transfer.arrivals} of {needs}")
+    waiting = {cursor.fetch: cursor for cursor in cursors if cursor.fetch}
+    _require(len(waiting) == sum(bool(c.fetch) for c in cursors), job.step, "has two cursors of one fetch")
+    for edge in job.edges:
+        if edge.transfer is not transfer:
+            continue
+        number = edge.upstream.number
+        there, cursor = transfer.arrivals[number], waiting.pop(number, None)
+        _require(cursor is None or cursor.limit == there, job.step, f"fetch {number} has brought {there} layers")
+        if edge.waiting:
+            _require(
+                there == edge.upstream.reached(edge.waiting), job.step, f"is behind fetch {number} at {there} layers"
+            )
+        blocks = joined(span for index in edge.waiting for span in edge.spans[index])
+        _require(cursor is None or not without(cursor.spans, blocks), job.step, "waits for what does not come")
+        for batch in transfer.in_flight.values():
+            early = there < layers and transfer.shape.layers.index(batch.layer) >= there
+            _require(not (early and touches(blocks, batch.lo, batch.hi)), job.step, "granted what was not fetched")
+    _require(not waiting, job.step, f"waits for fetches {sorted(waiting)}, which it does not have")
+
+
+def _cursor(transfer: Transfer, cursor: Cursor) -> None:
+    step, at = transfer.job.step, cursor.at
+    whole = cursor.limit == len(transfer.shape.layers)
+    _require((cursor.fetch == 0) == whole, step, f"waits for fetch {cursor.fetch} at {cursor.limit} layers")
+    past = cursor.index > cursor.limit or (cursor.waiting and not cursor.fresh)
+    _require(not past, step, f"granted layer {cursor.layer}, which is not in the arena")
+    _require(not cursor.exhausted and bool(cursor.spans), step, "keeps a cursor that has ended")
+    lo, hi = cursor.spans[cursor.span_index]
+    _require(lo <= at < hi == cursor.end, step, f"cursor {at} is not in {lo}..{hi}")
+    _require(0 <= cursor.byte_at < cursor.block_bytes, step, f"byte {cursor.byte_at} is not in a block")
+    _require(cursor.layer == transfer.shape.layers[cursor.index], step, "cursor and layer disagree")
+    _require(cursor.spans[0][0] >= 0 and cursor.spans[-1][1] <= transfer.starts[-1], step, "spans leave the transfer")
+
+
+def _flight(transfer: Transfer, batch: InFlightBatch) -> None:
+    step = transfer.job.step
+    _require(0 <= batch.lo < batch.hi <= transfer.starts[-1], step, f"batch {batch.number} leaves its transfer")
+    size = transfer.shape.block_bytes[transfer.shape.layers.index(batch.layer)]
+    blocks = batch.hi - batch.lo
+    whole = batch.nbytes == (0 if transfer.job.planned else blocks * size)
+    _require(whole or (blocks == 1 and 0 < batch.nbytes < size), step, f"batch {batch.number} has the wrong size")
+    charges = {Charge.NONE, Charge.GATED if batch.gate > transfer.job.reached else Charge.BUDGET}
+    _require(batch.charge in charges, step, f"batch {batch.number} is charged as {batch.charge.name}")
+    _require(not transfer.job.cancelled or batch.charge is Charge.NONE, step, f"{batch.number} is still charged")
+    _require(all(barrier.pending > 0 for barrier in batch.watch or ()), step, "a quiet watcher is still told")
+
+
+def _saves(job: TransferJob) -> None:
+    step = job.step
+    committed = {
+        position
+        for transfer in job.transfers.values()
+        if transfer.committed
+        for position in transfer.members
+        if position not in job.dropped
+    }
+    _require(not committed & job.revoked, step, "committed and revoked the same part")
+    _require(job.revoked <= job.dropped, step, "revoked a part that is not cancelled")
+    _require(job.open == len(job.parts) - len(committed) - len(job.revoked), step, f"miscounts open saves {job.open}")
+    for transfer in job.transfers.values():
+        order = [batch.layer for batch in transfer.in_flight.values()]
+        _require(order == sorted(order), step, "has saves in flight out of order")
+        write = transfer.write
+        if write is not None:
+            _require(write.save is transfer and not write.closed, step, "has a write that follows another save")
+            _require(not transfer.live or write.limit == transfer.stored(), step, f"its write is at {write.limit}")
+            _require(not transfer.committed, step, "is committed, and its write still follows it")
+        _require(
+            not (transfer.committed and (transfer.in_flight or transfer.pending)), step, "writes a committed object"
+        )
+    watched = any(batch.watch for transfer in job.transfers.values() for batch in transfer.in_flight.values())
+    _require(
+        watched or job.dropped == job.revoked,
+        step,
+        "a cancelled save part waits for nothing and is not revoked",
+    )
+
+
+def _budget(state: State, steps: list[Step]) -> None:
+    sums, counts, charged, gated = [0, 0], [0, 0], [0, 0], [0, 0]
+    for batch in state.in_flight.values():
+        direction = batch.transfer.job.direction
+        sums[direction] += batch.nbytes
+        counts[direction] += 1
+        charged[direction] += batch.nbytes * (batch.charge is not Charge.NONE)
+        gated[direction] += batch.nbytes * (batch.charge is Charge.GATED)
+    jobs = [job for step in steps for job in (step.loads, step.saves) if job is not None]
+    budget = state.budget
+    if sums != budget.inflight or counts != budget.batches or sum(job.flying for job in jobs) != len(state.in_flight):
+        raise InvalidTransition(f"in flight: counted {sums} bytes in {counts} batches, booked {budget.inflight}")
+    if charged != budget.charged or gated != budget.gated:
+        booked = (budget.charged, budget.gated)
+        raise InvalidTransition(f"{charged} bytes in flight are to be charged, {gated} of them gated; booked {booked}")
+    if any(used > most for used, most in zip((*charged, sum(charged)), budget.ceiling, strict=True)):
+        raise InvalidTransition(f"{charged} bytes in flight are more than {budget.ceiling} for loads, saves and both")
+    if any(used > most for used, most in zip(gated, budget.most_gated, strict=True)):
+        raise InvalidTransition(f"{gated} gated bytes in flight are more than {budget.most_gated}")
+    if budget.sessions != len(state.sessions):
+        raise InvalidTransition(f"{budget.sessions} sessions share the budget, of {len(state.sessions)}")
+
+
+def _session(session: Session) -> None:
+    unsaved, gated = 0, [0, 0]
+    for step in session.steps.values():
+        for job in (step.loads, step.saves):
+            for transfer in job.transfers.values() if job is not None else ():
+                held = (batch.nbytes for batch in transfer.in_flight.values() if batch.charge is Charge.GATED)
+                gated[transfer.job.direction] += sum(held)
+        if step.saves is None:
+            continue
+        for cursor in step.saves.cursors:
+            blocks = sum(hi - lo for lo, hi in cursor.spans)
+            granted = sum(max(0, min(hi, cursor.at) - lo) for lo, hi in cursor.spans) * cursor.block_bytes
+            unsaved += blocks * cursor.transfer.shape.tail_bytes[cursor.index] - granted - cursor.byte_at
+        in_flight = [batch for transfer in step.saves.transfers.values() for batch in transfer.in_flight.values()]
+        unsaved += sum(batch.nbytes for batch in in_flight)
+    if unsaved != session.unsaved:
+        raise InvalidTransition(f"session {session.number} has {unsaved} unsaved bytes and booked {session.unsaved}")
+    if gated != session.gated:
+        raise InvalidTransition(f"session {session.number} has {gated} gated bytes in flight, booked {session.gated}")
+    for request, barrier in session.aborting.items():
+        if barrier.pending <= 0 or barrier.release != request:
+            raise InvalidTransition(f"session {session.number}: aborted request {request!r} waits for nothing")
+
+
+def _conserving(state: State) -> None:
+    """No permitted batch idles while there is room for it, unless the core was told to pause."""
+    if state.paused:
+        return
+    limits, budget = state.budget.limits, state.budget
+    for direction in Direction:
+        ring = state.rings[direction]
+        for session in state.sessions.values():
+            cursor, lacking = next_cursor(state, session, direction)
+            if cursor is not None and not session.queued[direction]:
+                raise InvalidTransition(
+                    f"session {session.number}: permitted {direction.name} work is not queued",
+                    cursor.transfer.job.step.told(),
+                )
+            if lacking and not session.queued[direction] and not ring.waits(session):
+                raise InvalidTransition(f"session {session.number} waits for room and would never be asked again")
+        queue = ring.queue
+        first = next_cursor(state, queue[0], direction)[0] if queue else None
+        if first is None and queue and direction is Direction.LOAD:
+            raise InvalidTransition(f"session {queue[0].number} has its turn with no load that is permitted")
+        if first is not None:
+            extent = first.next_extent(limits.max_transfer_blocks, budget.max_batch[direction])
+            if budget.fits(direction, extent.nbytes):
+                raise InvalidTransition(f"{direction.name} work idles although it fits", first.transfer.job.step.told())
+            return

@@ -1,1 +1,0 @@
-"""The invariants, checked after every event in tests."""

@@ -1,1 +1,0 @@
-"""The threads of a host: what they have in common, and one file each."""

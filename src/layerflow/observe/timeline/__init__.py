@@ -1,1 +1,0 @@
-"""Step traces as a page of HTML."""

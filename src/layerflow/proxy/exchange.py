@@ -1,0 +1,227 @@
+"""One prompt on its way through the proxy, and the calls that every order makes for it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from typing import Any
+
+import structlog
+
+from layerflow.errors import ProxyError, UpstreamError
+from layerflow.proxy.answers import Outlet
+from layerflow.proxy.context import ProxyContext, Way
+from layerflow.proxy.instances import Instance, Role, digests, prompt_bytes
+from layerflow.proxy.legs import DecodeCall, Prefilled, PrefillUsage, decode, engine_headers, prefill, prefill_body
+from layerflow.proxy.request import CHAT, ClientRequest, only_prompt
+
+RECOMPUTED = "recomputed"
+_RETRIES = 1  # of a prefill, with [proxy] on_prefill_failure = retry
+_log = structlog.get_logger("layerflow.proxy")
+
+
+class Exchange:
+    """A request, or one prompt of its list.
+
+    :param outlet: where the answer goes.
+    """
+
+    def __init__(self, context: ProxyContext, request: ClientRequest, outlet: Outlet) -> None:
+        self.context, self.request, self.outlet = context, request, outlet
+        self.usage = PrefillUsage()
+        self.way = Way.APART.value
+        prompt = request.prompts[0] if request.prompts else only_prompt(request.body.raw("prompt"))
+        self.beginnings = digests(prompt_bytes(request.body, prompt))  # of a list's first prompt
+        self._text_bytes, counted = _sizes(request, prompt)
+        self.tokens = counted + (context.estimate.tokens(self._text_bytes) if self._text_bytes else 0)
+        self._began = context.clock()
+        self._prefilled_at: float | None = None
+        self._sent: dict[tuple[Role, str], int] = {}
+        self._unforeseen: dict[Role, set[Instance]] = {}  #: engines that answered it with 500
+
+    def child(self, prompt: bytes | None, *, counted: bool) -> Exchange:
+        """What a decoder asks for by itself: one prompt of the list, or one of several choices.
+
+        :param prompt: of its list; None = the only one.
+        :param counted: its cached tokens belong in the usage, which counts a prompt once.
+        """
+        request = self.request if prompt is None else self.request.with_prompt(prompt, self.request.request_id)
+        child = Exchange(self.context, request, self.outlet)
+        if counted:
+            child.usage = self.usage
+        return child
+
+    def pick(self, role: Role, tried: Collection[Instance] = ()) -> Instance:
+        """:raises ProxyError: 503, no engine can take it."""
+        wanted = self.request.header(b"x-prefiller-host-port") if role is Role.PREFILL else None
+        return self.context.instances.pick(role, self.beginnings, self.tokens, tried, wanted)
+
+    def leg_id(self, role: Role, base: str | None = None) -> str:
+        """The engine's request id: `base`, or the client's; another when it is asked again: the first may still run."""
+        base = base or self.request.request_id
+        number = self._sent.get((role, base), 0)
+        self._sent[role, base] = number + 1
+        return f"{base}-{number}" if number else base
+
+    @property
+    def prefill_retries(self) -> int:
+        """How often a prefill that failed is tried elsewhere."""
+        return _RETRIES if self.context.settings.on_prefill_failure == "retry" else 0
+
+    def prefill_ended(self) -> None:
+        """From now on the decoder's first token is what the hand-off takes."""
+        self._prefilled_at = self.context.clock()
+
+    async def prefill(self, instance: Instance, params: Mapping[str, Any], request_id: str) -> Prefilled:
+        """Compute the prompt there.
+
+        :param params: its ``kv_transfer_params``.
+        :raises UpstreamError: it failed or refused.
+        """
+        context = self.context
+        headers = engine_headers(self.request.headers, request_id)
+        body = prefill_body(self.request.body, params)
+        self.usage.expect()
+        cached, began = None, context.clock()
+        try:
+            with instance.busy(self.tokens):
+                done = await prefill(instance, self.request.path, body, headers, context.settings)
+            cached = done.cached_tokens
+        except UpstreamError as error:
+            self.failed(instance, error)
+            raise
+        finally:
+            self.usage.settle(cached)
+        instance.tell_servers(done.servers)
+        self.prefill_ended()
+        context.metrics.prefill.observe(context.clock() - began)
+        context.metrics.cached_tokens.inc(cached or 0)
+        context.instances.prefixes.record(self.beginnings, instance)
+        if self._text_bytes and done.prompt_tokens:
+            context.estimate.learn(self._text_bytes, done.prompt_tokens)
+        return done
+
+    async def prefill_anywhere(self, params: Mapping[str, Any], next_id: Callable[[], str]) -> Prefilled:
+        """Compute the prompt at one engine, or where that fails and `on_prefill_failure` says so at another.
+
+        :param next_id: the request's id at the next engine.
+        :raises ProxyError: the last one's failure; or no engine can take it.
+        """
+        tried: list[Instance] = []
+        failure: UpstreamError | None = None
+        while True:
+            try:
+                instance = self.pick(Role.PREFILL, tried)
+            except ProxyError as none:
+                raise failure or none from None
+            try:
+                return await self.prefill(instance, params, next_id())
+            except UpstreamError as error:
+                tried.append(instance)
+                if error.judged or len(tried) > self.prefill_retries:
+                    raise
+                failure = error
+            self.context.metrics.retries.labels(Role.PREFILL.value).inc()
+
+    async def decode(self, instance: Instance, params: Mapping[str, Any] | None, request_id: str) -> None:
+        """Pass that engine's answer on to the client.
+
+        :param params: its ``kv_transfer_params``; None = it computes the prompt.
+        :raises UpstreamError: it failed or refused.
+        """
+        request = self.request
+        body = request.body if params is None else request.body.changed({"kv_transfer_params": params})
+        headers = engine_headers(request.headers, request_id)
+        call = DecodeCall(request.path, body.encode(), headers, request.stream, params is not None)
+
+        def first_token() -> None:
+            self._first_token(instance)
+
+        await decode(instance, call, self.outlet, self.usage, self.context.settings, first_token)
+
+    async def decode_anywhere(self, attempt: Callable[[Instance, str], Awaitable[None]]) -> None:
+        """Try decoders until one has begun to answer.
+
+        :param attempt: one try, with the engine and the request's id there.
+        :raises ProxyError: the last one's failure; or no engine can take it.
+        """
+        tried: list[Instance] = []
+        failure: UpstreamError | None = None
+        while True:
+            try:
+                instance = self.pick(Role.DECODE, tried)
+            except ProxyError as none:
+                raise failure or none from None
+            try:
+                with instance.busy(self.tokens):
+                    return await attempt(instance, self.leg_id(Role.DECODE))
+            except UpstreamError as error:
+                self.failed(instance, error)
+                tried.append(instance)
+                if self.outlet.begun or error.judged or len(tried) >= self.context.settings.attempts:
+                    raise
+                failure = error
+            self.context.metrics.retries.labels(Role.DECODE.value).inc()
+
+    async def decode_alone(self) -> None:
+        """A decoder computes the prompt by itself."""
+
+        async def attempt(instance: Instance, request_id: str) -> None:
+            await self.decode(instance, None, request_id)
+
+        await self.decode_anywhere(attempt)
+
+    async def recompute(self, reason: ProxyError) -> None:
+        """The prefill is lost; a decoder computes the prompt, unless that would hold up all others in its batch.
+
+        :raises ProxyError: 503, the prompt is too long for that.
+        """
+        most = self.context.settings.max_recompute_tokens
+        if self.tokens > most:
+            raise ProxyError(
+                f"the prefill was lost ({reason}) and the prompt, about {self.tokens} tokens, is longer than the "
+                f"{most} that a decoder computes (proxy.max_recompute_tokens); try again later",
+                503,
+            ) from reason
+        self.way = RECOMPUTED
+        self.context.metrics.recomputed.inc()
+        _log.warning("prompt_recomputed", request=self.request.request_id, tokens=self.tokens, reason=str(reason))
+        await self.decode_alone()
+
+    def failed(self, instance: Instance, error: UpstreamError) -> None:
+        """Count and log a call that an engine failed or refused."""
+        if error.status == 500 and error.counts:
+            engines = self._unforeseen.setdefault(instance.role, set())
+            engines.add(instance)
+            for one in engines if len(engines) == 2 else {instance} if len(engines) > 2 else ():
+                one.breaker.forgive()
+        role = instance.role.value
+        self.context.metrics.failures.labels(role, instance.name, str(error.status)).inc()
+        log = _log.info if error.judged else _log.warning
+        told = {"request": self.request.request_id, "role": role, "url": instance.url}
+        log("leg_failed", **told, status=error.status, reason=str(error))
+
+    def _first_token(self, instance: Instance) -> None:
+        context = self.context
+        now = context.clock()
+        context.metrics.first_token.labels(self.way).observe(now - self._began)
+        if self._prefilled_at is not None:
+            context.metrics.handoff.observe(now - self._prefilled_at)
+        if self.way != RECOMPUTED and self.request.stream:
+            context.short_prompts.learn(self.tokens, Way(self.way), now - self._began)
+        context.instances.prefixes.record(self.beginnings, instance)
+
+
+def _sizes(request: ClientRequest, prompt: bytes) -> tuple[int, int]:
+    """Bytes of text and number of tokens in its prompts.
+
+    :param prompt: the only one, or the first one.
+    """
+    if request.path == CHAT:
+        return len(request.body.raw("messages")), 0
+    nbytes = tokens = 0
+    for one in request.prompts or [prompt]:
+        if one[:1] == b'"':
+            nbytes += len(one) - 2
+        elif one[:1] == b"[":
+            tokens += one.count(b",") + (one[1:-1].strip() != b"")
+    return nbytes, tokens

@@ -1,1 +1,0 @@
-"""A leg is one HTTP call to one engine: the prefill's, or the decode's."""

@@ -1,1 +1,0 @@
-"""What each path of the proxy answers."""

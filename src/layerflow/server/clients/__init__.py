@@ -1,1 +1,0 @@
-"""Who is attached: sessions, and the clients that have them."""

@@ -1,0 +1,741 @@
+"""What this server lends of its arena: readers, their leases, and the pins that these are.
+
+A lease is a pin from the moment it is answered. It ends when its reader gives it back or falls silent, or its time is
+over; its pins go once the exporter has said that nothing of it is read any more, or is dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import math
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import structlog
+
+from layerflow._version import __version__
+from layerflow.config.fields import is_loopback
+from layerflow.config.settings import Settings
+from layerflow.errors import LayerflowError, ProtocolError
+from layerflow.keys import DIGEST_BYTES, covered_by
+from layerflow.links import links
+from layerflow.objects import HEADER_BYTES, object_bytes, payload_bytes
+from layerflow.observe.logs import LogLimit
+from layerflow.pool.base import Located, Pool
+from layerflow.server.account import Accounts, Refused
+from layerflow.server.arrivals import Follows
+from layerflow.server.clients import Address, Turns, Work
+from layerflow.server.handoffs.handoff import Handoff, HandoffStatus, first_difference
+from layerflow.server.handoffs.registry import Handoffs
+from layerflow.server.peers.readers import Lease, OwnSizes, Reader
+from layerflow.server.tier.host import HostProcess
+from layerflow.spec import GroupSpec, ModelSpec
+from layerflow.system.numbers import ascending
+from layerflow.wire import messages as wire
+from layerflow.wire.host_messages import Extend, Lend, ToServer, Up, Withdraw, Withdrawn, split_keys
+from layerflow.wire.messages import INCARNATION_BYTES, Message, PeerEndpoint
+from layerflow.wire.packing import pack_u32, pack_u64
+from layerflow.wire.peer_link import LINK_KEY_BYTES, reader_key_of
+from layerflow.wire.rights import Rights
+
+# What is lent while it is being stored: readers are told of each layer, and of objects that will not be whole.
+#
+# The core follows the save for them (:class:`layerflow.server.arrivals.Follows`), and keeps the room of what is
+# given up until the exporter has said that it reads nothing of the lease any more.
+
+
+@dataclass(frozen=True, slots=True)
+class OpenObject:
+    """One object that is lent while it is being stored.
+
+    :param nbytes: of the whole object. :param layers: so many leading ones are stored.
+    :param save: those of one number are stored together; it means nothing outside its lease.
+    """
+
+    offset: int
+    blocks: int
+    nbytes: int
+    layers: int
+    save: int
+    group: GroupSpec
+
+    def bytes_of(self, layers: int) -> int:
+        """Leading bytes that hold so many layers; the header is not among what is read."""
+        return HEADER_BYTES + layers * ((self.nbytes - HEADER_BYTES) // len(self.group.layers))
+
+
+class OpenObjects:
+    """All of them.
+
+    :param models: the specs that workers here are attached with.
+    :param extend: to the exporter. :param tell: to a lease's reader. :param end: ends a lease.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        follows: Follows,
+        models: Callable[[], Sequence[ModelSpec]],
+        *,
+        extend: Callable[[Extend], object],
+        tell: Callable[[Lease, Message], object],
+        end: Callable[[Lease], None],
+    ) -> None:
+        self._pool, self._follows, self._models = pool, follows, models
+        self._extend, self._tell, self._end = extend, tell, end
+        self._lent: dict[bytes, dict[Lease, tuple[int, OpenObject]]] = {}
+        follows.listener = self
+
+    def __len__(self) -> int:
+        return len(self._lent)
+
+    def lend(self, lease: Lease, wanted: dict[bytes, int], spec: ModelSpec) -> dict[bytes, OpenObject]:
+        """Lend what is being stored, or has room to be, of these keys.
+
+        :param wanted: by key, its position in the lease.
+        :param spec: of the engine that stores them.
+        """
+        ends = {covered_by(number, one.shard): (number, one.groups[number]) for one in self._models()
+                if one.fingerprint == spec.fingerprint for number in range(len(one.groups))}  # fmt: skip
+        by_end: dict[bytes, list[bytes]] = {}
+        for key in wanted:
+            if key[DIGEST_BYTES:] in ends:
+                by_end.setdefault(key[DIGEST_BYTES:], []).append(key)
+        found: dict[bytes, OpenObject] = {}
+        saves: dict[object, int] = {}
+        for end, keys in by_end.items():
+            number, group = ends[end]
+            for key, pending in zip(keys, self._follows.lend(keys, number, group.layers), strict=True):
+                if pending is None:
+                    continue
+                # What no step saves yet is stored by whichever steps come: each object on its own.
+                save = saves.setdefault(key if pending.job.promised else pending.job, len(saves))
+                nbytes = object_bytes(group, pending.blocks)
+                found[key] = OpenObject(pending.offset, pending.blocks, nbytes, pending.job.stored, save, group)
+                self._lent.setdefault(key, {})[lease] = wanted[key], found[key]
+        return found
+
+    def drop(self, lease: Lease) -> None:
+        """Nothing of the lease is read any more."""
+        gone = [key for key, leases in self._lent.items() if leases.pop(lease, None) is not None and not leases]
+        for key in gone:
+            del self._lent[key]
+        self._follows.give_back(gone)
+
+    def lent_stored(self, keys: Sequence[bytes], layers: int) -> None:
+        """So many leading layers of these are stored."""
+        for lease, mine in self._by_lease(keys).items():
+            self._more(lease, mine, layers)
+            self._tell(lease, wire.PeerProgress(lease.number, pack_u32([position for position, _ in mine]), layers))
+
+    def lent_whole(self, keys: Sequence[bytes]) -> None:
+        """These are complete: pinned for the lease."""
+        for lease, mine in self._by_lease(keys).items():
+            whole = [key for key in keys if lease in self._lent.get(key, ())]
+            self._pool.hold(whole, lease.owner, math.inf)
+            layers = len(mine[0][1].group.layers)
+            self._more(lease, mine, layers)
+            positions = pack_u32([position for position, _ in mine])
+            self._tell(lease, wire.PeerProgress(lease.number, positions, layers, committed=True))
+
+    def lent_lost(self, keys: Sequence[bytes], reason: str) -> None:
+        """These will not be whole: the lease ends, so that their room is free once nothing of it is read."""
+        for lease, mine in self._by_lease(keys).items():
+            positions = pack_u32([position for position, _ in mine])
+            self._tell(lease, wire.PeerProgress(lease.number, positions, 0, reason=reason or "its save was given up"))
+            self._end(lease)
+
+    def _more(self, lease: Lease, mine: Sequence[tuple[int, OpenObject]], layers: int) -> None:
+        positions = pack_u32([position for position, _ in mine])
+        self._extend(Extend(lease.number, positions, pack_u64([one.bytes_of(layers) for _, one in mine])))
+
+    def _by_lease(self, keys: Sequence[bytes]) -> dict[Lease, list[tuple[int, OpenObject]]]:
+        found: dict[Lease, list[tuple[int, OpenObject]]] = {}
+        for key in keys:
+            for lease, lent in self._lent.get(key, {}).items():
+                found.setdefault(lease, []).append(lent)
+        return found
+
+
+# The objects of one lease, as the exporter and the reader are told of them.
+
+
+class LentItem(NamedTuple):
+    """One key of a lookup, as it is lent; sizes in bytes. :param stored: of these so many may be read."""
+
+    key: bytes
+    state: int
+    offset: int = 0
+    nbytes: int = 0
+    blocks: int = 0
+    tokens: int = 0
+    layers: int = 0
+    save: int = 0
+    stored: int = 0
+
+
+def whole_item(view: memoryview, key: bytes, place: Located) -> LentItem:
+    """An object that is whole."""
+    nbytes = HEADER_BYTES + payload_bytes(view, place.offset)
+    return LentItem(key, wire.STORED, place.offset, nbytes, place.blocks, place.tokens, 0, 0, nbytes)
+
+
+def open_item(key: bytes, pending: OpenObject) -> LentItem:
+    """An object that is being stored."""
+    stored = pending.bytes_of(pending.layers)
+    return LentItem(
+        key, wire.OPEN, pending.offset, pending.nbytes, pending.blocks, 0, pending.layers, pending.save, stored
+    )
+
+
+def lent(lease: int, token: bytes, lease_key: bytes, items: Sequence[LentItem]) -> Lend:
+    """What the exporter is told: of all keys, so that positions are those of the lookup."""
+    return Lend(
+        lease,
+        token,
+        b"".join(item.key for item in items),
+        pack_u64([item.offset for item in items]),
+        pack_u64([item.nbytes for item in items]),
+        pack_u32([item.blocks if item.state == wire.STORED else 0 for item in items]),
+        pack_u64([item.stored for item in items]),
+        lease_key,
+    )
+
+
+def found_of(
+    message: wire.PeerLookup,
+    lease: int,
+    token: bytes,
+    items: Sequence[LentItem],
+    reason: str,
+    failed: bool,
+    lease_key: bytes,
+) -> wire.PeerFound:
+    return wire.PeerFound(
+        message.id,
+        lease,
+        token,
+        message.lease_ms if lease else 0,
+        bytes(item.state for item in items),
+        pack_u64([item.nbytes for item in items]),
+        pack_u32([item.blocks for item in items]),
+        pack_u32([item.tokens for item in items]),
+        pack_u32([item.layers for item in items]),
+        pack_u32([item.save for item in items]),
+        reason,
+        failed,
+        lease_key,
+    )
+
+
+# The exporter of a server: its process, and the leases that it was told of.
+
+
+EXPORTER = "layerflow.hosts.peer.exporter"
+WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 - recognised, not listened on
+
+log = structlog.get_logger("layerflow.server.peers")
+
+
+def listen_address(settings: Settings) -> tuple[str, int]:
+    """Where the exporter listens: host and port, 0 = any."""
+    given = settings.peers.link_address
+    if not given:
+        host = settings.server.tcp_endpoint.removeprefix("tcp://").rpartition(":")[0]
+        return {"*": "0.0.0.0", "": "127.0.0.1"}.get(host, host.strip("[]")), 0  # noqa: S104 - where control listens
+    host, _, port = given.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+class Exporting:
+    """Keeps an exporter running.
+
+    :param arena: descriptor and size.
+    :param changed: told that its endpoints have changed.
+    :param withdrawn: told of each lease that was withdrawn, once nothing of it is read any more.
+    :param lost: told that the process is dead: nothing of any lease is read any more, and all of them are over.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        arena: tuple[int, int],
+        *,
+        changed: Callable[[], None],
+        withdrawn: Callable[[int], None],
+        lost: Callable[[], None],
+    ) -> None:
+        self._changed, self._withdrawn, self._lost = changed, withdrawn, lost
+        host, port = listen_address(settings)
+        self._link, self._advertise = settings.peers.link, settings.peers.link_advertise
+        shown = self._advertise.rpartition(":")[0].strip("[]") or ("" if host in WILDCARDS else host)
+        self._options: dict[str, Any] = {"host": host, "port": port, "link": self._link, "shown": shown}
+        self._renew()
+        mapped = links()[self._link].maps_arena
+        self.host = HostProcess("exporter", self._options, *arena, self, module=EXPORTER, mapped=mapped)
+        self.address = ""  #: where it is reached; "" = there is none
+
+    def start(self) -> None:
+        """Start the process, on the running loop."""
+        self.host.start()
+
+    async def close(self) -> bool:
+        """Whether it is dead."""
+        return await self.host.close()
+
+    def send(self, message: Lend | Extend | Withdraw) -> bool:
+        """False: there is no process, and so nobody who reads."""
+        return self.host.send(message)
+
+    def endpoints(self, reader: bytes) -> list[PeerEndpoint]:
+        """Where a reader of this name on the link reads; none while there is no exporter."""
+        if not self.address:
+            return []
+        incarnation, key = (bytes.fromhex(self._options[name]) for name in ("incarnation", "key"))
+        return [PeerEndpoint(self._link, self.address, incarnation, reader, reader_key_of(key, reader))]
+
+    @property
+    def shown(self) -> list[str]:
+        """For people: ``link://host:port``."""
+        return [f"{self._link}://{self.address}"] if self.address else []
+
+    @property
+    def alive(self) -> bool:
+        """There is a process, which may be reading."""
+        return self.host.state.pid != 0
+
+    def _renew(self) -> None:
+        """The next process is another exporter: who looks for the one before must not read from it."""
+        self._options["incarnation"] = secrets.token_hex(INCARNATION_BYTES)
+        self._options["key"] = secrets.token_hex(LINK_KEY_BYTES)
+
+    def host_said(self, message: ToServer) -> None:
+        """News from the process."""
+        match message:
+            case Up():
+                host = str(self._options["host"])
+                shown = "" if host in WILDCARDS else host
+                where = f"[{shown}]:{message.details['port']}" if ":" in shown else f"{shown}:{message.details['port']}"
+                where = self._advertise or where
+                self.address = where
+                log.info("exporter_up", link=self._link, address=where, loopback=is_loopback(where))
+                self._changed()
+            case Withdrawn():
+                self._withdrawn(message.lease)
+            case _:
+                pass
+
+    def host_stuck(self, why: str) -> None:
+        """It was killed and does not die; it only reads, and what it may read stays as it is until it does."""
+        self.address = ""
+        self._changed()
+
+    def host_lost(self, why: str) -> None:
+        """It is dead."""
+        self.address = ""
+        self._renew()
+        self._lost()
+        self._changed()
+
+
+KEYS_PER_SLICE = 256
+"""Keys of a lookup that are pinned before another client may get its turn."""
+
+ENDING = (wire.PeerRelease, wire.PeerEndHandoff, wire.PeerReleaseHandoff, wire.Bye)
+"""Small messages that end something: they are taken however much a reader keeps."""
+
+
+class Lending:
+    """All readers and leases.
+
+    :param arena: descriptor and size. :param view: its bytes.
+    :param models: the specs that workers here are attached with.
+    :param send: to a client of the control sockets.
+    """
+
+    def __init__(
+        self,
+        settings: Callable[[], Settings],
+        pool: Pool,
+        arena: tuple[int, int],
+        view: memoryview,
+        models: Callable[[], Sequence[ModelSpec]],
+        send: Callable[[Address, Message], object],
+        handoffs: Handoffs,
+        follows: Follows,
+        accounts: Accounts,
+        turns: Turns,
+    ) -> None:
+        self._settings, self._pool, self._view, self._send, self._models = settings, pool, view, send, models
+        self._turns = turns
+        self._arena_bytes = arena[1]
+        self.incarnation = secrets.token_bytes(wire.INCARNATION_BYTES)
+        self.readers: dict[Address, Reader] = {}
+        self._handoffs, self._accounts = handoffs, accounts
+        self._sizes = OwnSizes(self._tell_all)
+        self._open = OpenObjects(
+            pool,
+            follows,
+            models,
+            extend=self._extend,
+            tell=lambda lease, message: self._send(lease.reader.address, message),
+            end=self._end,
+        )
+        self._ending: dict[int, Lease] = {}
+        self._log_limit = LogLimit()
+        self._readers = itertools.count(-1, -1)
+        self._numbers = ascending()
+        self._lent_bytes = 0
+        self.lent_objects = self.refused_objects = self.expired_leases = 0
+        self.exporting = Exporting(
+            settings(), arena, changed=self._welcome_all, withdrawn=self._withdrawn, lost=self._exporter_lost
+        )
+
+    @property
+    def leases(self) -> int:
+        """That pin something, those included that are being ended."""
+        return sum(len(reader.leases) for reader in self.readers.values()) + len(self._ending)
+
+    def hello(self, address: Address, message: wire.PeerHello, rights: Rights) -> None:
+        """A server introduces itself.
+
+        :raises ProtocolError: there is no room for more.
+        """
+        most = self._settings().peers.max_readers
+        if len(self.readers) >= most:
+            raise ProtocolError(f"peers.max_readers = {most} servers read here already")
+        account = self._accounts.of(address)
+        reader = Reader(address, next(self._readers), message.name, message.pid, account, time.monotonic(), rights)
+        self.readers[address] = reader
+        log.info("peer_reader", reader=reader.name, pid=reader.pid, door=address[0])
+        self._welcome(reader)
+        for told in self._sizes.all():
+            self._send(address, told)
+
+    def learn(self, spec: ModelSpec) -> None:
+        """A worker of this model has attached: readers of other sizes can use what it stores."""
+        self._sizes.learn(spec)
+
+    def hear(self, reader: Reader, message: wire.ToServer, work: Work, nbytes: int) -> None:
+        """A reader has said something: do `work` for it, behind what it has asked before.
+
+        :param nbytes: of the message.
+        """
+        reader.heard = time.monotonic()
+        if isinstance(message, wire.PeerBeat):  # it waits for nothing: silence is what it is to tell from
+            for _ in self._guarded(reader, message, work):
+                pass
+            return
+        self.start(reader, message, work, nbytes, always=isinstance(message, ENDING))
+
+    def start(
+        self, reader: Reader, message: wire.ToServer, work: Work, nbytes: int = 0, *, always: bool = False
+    ) -> None:
+        """Do work for a reader's message in its turn; what cannot be done is answered, and costs it nothing else."""
+        try:
+            self._turns.start(reader.account, self._guarded(reader, message, work), nbytes, always=always)
+        except Refused as error:
+            self.refuse(reader, message, error)
+
+    def _guarded(self, reader: Reader, message: wire.ToServer, work: Work) -> Work:
+        try:
+            reader.rights.check(message)
+            yield from work
+        except LayerflowError as error:
+            self.refuse(reader, message, error)
+        except Exception as error:
+            if self._log_limit.admit(time.monotonic()) is not None:
+                log.exception("peer_message_failed", reader=reader.name, kind=type(message).__name__)
+            self.refuse(reader, message, error)
+
+    def refuse(self, reader: Reader, message: wire.ToServer, error: Exception) -> None:
+        """Tell a reader that its message cannot be done."""
+        why = str(error) if isinstance(error, LayerflowError) else f"{type(error).__name__}: {error}"
+        self.tell(reader, wire.Problem(getattr(message, "id", -1), "refused", why))
+
+    def handle(self, reader: Reader, message: wire.ToServer) -> Work:
+        """A message of a reader, in slices.
+
+        :raises ProtocolError: it cannot be done; nothing has changed.
+        """
+        match message:
+            case wire.PeerLookup():
+                yield from self._look_up(reader, message)
+            case wire.PeerRelease():
+                lease = reader.leases.get(message.lease)
+                if lease is not None:
+                    self._end(lease)
+            case wire.PeerBeat():
+                numbers = dict.fromkeys(message.renew)
+                renewed = [lease for number in numbers if (lease := reader.leases.get(number)) is not None]
+                for lease in renewed:
+                    self._set_timer(lease)
+                self._send(reader.address, wire.PeerBeat(message.sent, [lease.number for lease in renewed]))
+            case wire.PeerCompare():
+                known = [spec for spec in self._models() if spec.name == message.spec.name]
+                found = [first_difference(message.spec, spec) for spec in known]
+                why = found[0] if found and all(found) else ""
+                self._send(reader.address, wire.PeerCompared(message.id, why))
+            case wire.Bye():
+                self.lose(reader, "bye")
+            case _:
+                raise ProtocolError(f"{type(message).__name__} from a server that reads; it may look up and release")
+
+    def tell(self, reader: Reader, message: Message) -> None:
+        """Say something to a reader, if it is still there."""
+        if self.readers.get(reader.address) is reader:
+            self._send(reader.address, message)
+
+    def lose_silent(self, now: float, limit_s: float) -> None:
+        """Readers of which nothing was heard for so long are gone."""
+        for reader in list(self.readers.values()):
+            if now - reader.heard > limit_s:
+                self.lose(reader, "silent")
+
+    def lose(self, reader: Reader, why: str) -> None:
+        """It is gone, with its leases."""
+        log.info("peer_reader_lost", reader=reader.name, pid=reader.pid, why=why, leases=len(reader.leases))
+        self.readers.pop(reader.address, None)
+        self._turns.forget(reader.account)
+        self._accounts.close(reader.address)
+        self._handoffs.lose_session(reader.number, "the server that opened it is gone")
+        for lease in list(reader.leases.values()):
+            self._end(lease)
+
+    def close(self) -> None:
+        """The exporter is dead."""
+        for reader in list(self.readers.values()):
+            self.lose(reader, "shutdown")
+        for number in list(self._ending):
+            self._withdrawn(number)
+
+    def counts(self) -> dict[str, int]:
+        """By the names of :class:`layerflow.observe.collectors.PeerStatistics`."""
+        return {
+            "readers": len(self.readers),
+            "lent_leases": self.leases,
+            "lent_bytes": self._lent_bytes,
+            "lent_objects": self.lent_objects,
+            "refused_objects": self.refused_objects,
+            "expired_leases": self.expired_leases,
+        }
+
+    def status(self) -> dict[str, object]:
+        """JSON-ready."""
+        now = time.monotonic()
+        exporter = self.exporting.host
+        return {
+            "leases": self.leases,
+            **self.counts(),
+            "endpoints": self.exporting.shown,
+            "exporter": dataclasses.asdict(exporter.state),
+            "exporter_figures": dict(exporter.statistics),
+            "who": [
+                {
+                    "reader": reader.name,
+                    "door": reader.address[0],
+                    "leases": len(reader.leases),
+                    "lookups": reader.lookups,
+                    "heard_s_ago": round(now - reader.heard, 3),
+                }
+                for reader in self.readers.values()
+            ],
+        }
+
+    # Leases --------------------------------------------------------------------------------------
+
+    def _look_up(self, reader: Reader, message: wire.PeerLookup) -> Work:
+        peers, server = self._settings().peers, self._settings().server
+        if message.incarnation != self.incarnation:
+            raise ProtocolError("this lookup is for a server that was here before; attach again")
+        if not 0 < message.lease_ms <= server.max_deadline_s * 1e3:
+            raise ProtocolError(f"lease_ms = {message.lease_ms} should be 1 to server.max_deadline_s")
+        if len(reader.leases) >= peers.max_leases:
+            raise ProtocolError(f"peers.max_leases = {peers.max_leases} leases are held; release some")
+        reader.lookups += 1
+        if not message.handoff:
+            yield from self._lend(reader, message, None, "")
+        elif not 0 < message.wait_ms <= server.max_deadline_s * 1e3:
+            raise ProtocolError(f"wait_ms = {message.wait_ms} should be 1 to server.max_deadline_s")
+        else:
+            until = time.monotonic() + message.wait_ms / 1e3
+            yield from self._hand_off(reader, message, until)
+
+    def _hand_off(self, reader: Reader, message: wire.PeerLookup, until: float, told: Handoff | None = None) -> Work:
+        """Answer once the hand-off is more than announced.
+
+        :param told: the hand-off that was waited for; None = it is looked for by its name.
+        """
+        now = time.monotonic()
+        # Counted before anything is kept: a name that is announced is.
+        charge = reader.account.charge(
+            f"a lookup that waits for hand-off {message.handoff!r}",
+            len(message.keys) + len(message.handoff),
+            always=now >= until,
+        )
+        handoff = told or self._handoffs.announce(message.handoff, until)
+        if handoff.status is HandoffStatus.ANNOUNCED and now < until:
+
+            def go_on(told: Handoff) -> None:
+                self.start(reader, message, self._hand_off(reader, message, until, told), always=True)
+
+            self._handoffs.wait(message.handoff, until, go_on, charge)
+            return
+        charge.release()
+        if handoff.status.readable:
+            self._handoffs.claim(handoff, now, message.lease_ms / 1e3)
+            yield from self._lend(reader, message, handoff.spec, "")
+        else:
+            yield from self._lend(reader, message, None, handoff.story(), failed=True)
+
+    def _lend(
+        self, reader: Reader, message: wire.PeerLookup, storing: ModelSpec | None, reason: str, *, failed: bool = False
+    ) -> Work:
+        """Lend what is there, and answer.
+
+        :param storing: of the engine whose objects are lent before they are whole, too.
+        """
+        lease = Lease(next(self._numbers), reader, message.lease_ms / 1e3)
+        try:
+            yield from self._take(lease, message, storing, reason, failed=failed)
+        except BaseException:
+            # Whatever went wrong, a reader that was not answered has nothing.
+            if lease.number in reader.leases:
+                self._end(lease)
+            else:
+                self._free(lease)
+            raise
+
+    def _take(
+        self, lease: Lease, message: wire.PeerLookup, storing: ModelSpec | None, reason: str, *, failed: bool
+    ) -> Work:
+        keys = split_keys(message.keys)
+        items = list(map(LentItem, keys, itertools.repeat(wire.MISSING)))
+        why = ""
+        coming: dict[bytes, int] = {}
+        if not self.exporting.address:
+            why = "no exporter"
+        else:
+            wanted: dict[bytes, int] = {}  # a key that is named again is lent once
+            for start in range(0, len(keys), KEYS_PER_SLICE):
+                part = range(start, min(start + KEYS_PER_SLICE, len(keys)))
+                few = {keys[at]: at for at in part if wanted.setdefault(keys[at], at) == at}
+                why = self._pin(few, lease, items) or why
+                if storing is not None:
+                    missing = [key for key, at in few.items() if items[at].state == wire.MISSING]
+                    coming |= {key: few[key] for key in missing if self._pool.writer(key) is not None}
+                yield
+        # From here on in one go: what is told of objects that are being stored has to be so when it is told.
+        if storing is not None and coming:
+            for key, pending in self._open.lend(lease, coming, storing).items():
+                items[coming[key]] = open_item(key, pending)
+            stored = {key: at for key, at in coming.items() if items[at].state == wire.MISSING}
+            why = self._pin(stored, lease, items) or why
+        lent_objects = sum(item.state != wire.MISSING for item in items)
+        token = secrets.token_bytes(wire.PEER_TOKEN_BYTES) if lent_objects else b""
+        lease_key = secrets.token_bytes(LINK_KEY_BYTES) if lent_objects else b""
+        number = lease.number if lent_objects else 0
+        told = lent(number, token, lease_key, items)
+        answer = found_of(message, number, token, items, reason or why, failed, lease_key)
+        if lent_objects:
+            lease.reader.leases[lease.number] = lease
+            self._set_timer(lease)
+            self.lent_objects += lent_objects
+            self.exporting.send(told)
+        self._send(lease.reader.address, answer)
+
+    def _pin(self, wanted: Mapping[bytes, int], lease: Lease, items: list[LentItem]) -> str:
+        """Pin what is whole here, as far as the share allows; why something that is there was left out.
+
+        :param wanted: by key, its position. :param items: of all keys of the lookup; those that are lent are put there.
+        """
+        room = self._settings().peers.lease_share * self._arena_bytes
+        places = self._pool.acquire(list(wanted), lease.asked, math.inf)
+        reason, mine = "", []
+        for (key, at), place in zip(wanted.items(), places, strict=True):
+            if place is None or place.pieces:
+                continue  # what lies in pieces of another partition is lent piece by piece, by their own names
+            item = whole_item(self._view, key, place)
+            if self._lent_bytes + item.nbytes > room:
+                reason = "peers.lease_share is lent"
+                self.refused_objects += 1
+                continue
+            mine.append(key)
+            items[at] = item
+            lease.nbytes += item.nbytes
+            self._lent_bytes += item.nbytes
+        if mine:
+            self._pool.share(lease.asked, mine, lease.owner)
+        self._pool.release(lease.asked)
+        return reason
+
+    def _set_timer(self, lease: Lease) -> None:
+        if lease.timer is not None:
+            lease.timer.cancel()
+        lease.timer = asyncio.get_running_loop().call_later(lease.lease_s, self._expire, lease)
+
+    def _expire(self, lease: Lease) -> None:
+        self.expired_leases += 1
+        self._end(lease)
+
+    def _end(self, lease: Lease) -> None:
+        """No read of it may begin any more; its pins go when none is under way."""
+        if lease.timer is not None:
+            lease.timer.cancel()
+        if lease.reader.leases.pop(lease.number, None) is None:
+            return
+        self._ending[lease.number] = lease
+        if not self.exporting.send(Withdraw(lease.number)) and not self.exporting.alive:
+            self._withdrawn(lease.number)
+
+    def _withdrawn(self, number: int) -> None:
+        """Nothing of it is read any more."""
+        lease = self._ending.pop(number, None)
+        if lease is not None:
+            self._free(lease)
+
+    def _free(self, lease: Lease) -> None:
+        """Give back what a lease keeps here, which nobody reads."""
+        self._lent_bytes -= lease.nbytes
+        self._open.drop(lease)
+        self._pool.release(lease.owner)
+        self._pool.release(lease.asked)
+
+    def _exporter_lost(self) -> None:
+        for reader in self.readers.values():
+            for lease in list(reader.leases.values()):
+                self._end(lease)
+        for number in list(self._ending):
+            self._withdrawn(number)
+
+    def _extend(self, message: Extend) -> None:
+        self.exporting.send(message)
+
+    # Welcome -------------------------------------------------------------------------------------
+
+    def _tell_all(self, message: wire.PeerPartitions) -> None:
+        for address in self.readers:
+            self._send(address, message)
+
+    def _welcome_all(self) -> None:
+        for reader in self.readers.values():
+            self._welcome(reader)
+
+    def _welcome(self, reader: Reader) -> None:
+        server = self._settings().server
+        self._send(
+            reader.address,
+            wire.PeerWelcome(
+                __version__,
+                self.incarnation,
+                server.heartbeat_ms,
+                server.liveness_ms,
+                self._arena_bytes,
+                self.exporting.endpoints(reader.link_name),
+            ),
+        )

@@ -1,0 +1,633 @@
+"""Peers as a source of objects, like the tier: asked by lookups, fetched from ahead of the steps that load.
+
+What moves when is the core's, on the hop of peers; the importer moves it. Here is which peer lends what, until when.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import structlog
+
+from layerflow.config.settings import Settings
+from layerflow.flow.commands import Arrived, Call, ObjectsLost, TransferDone, Vacate
+from layerflow.flow.cost import LinkCost, LinkModel
+from layerflow.flow.events import Event, FetchAvailable, FetchFailed, Hop, HostLost
+from layerflow.hosts.backend import ObjectStatus
+from layerflow.keys import describe_key
+from layerflow.links import links
+from layerflow.pool.base import NewObject, Pool
+from layerflow.server.arrivals import AtPeer, Fetches
+from layerflow.server.peers.attachment import Attachment, PeerNews, PeerTarget
+from layerflow.server.peers.parts import HandoffParts
+from layerflow.server.peers.questions import MARGIN, Offer, Offers, PeerAnswer, PeerQuestions, RemoteLease
+from layerflow.server.tier.host import HostProcess
+from layerflow.server.tier.index import NegativeCache
+from layerflow.spec import ModelSpec, Shard
+from layerflow.wire import messages as wire
+from layerflow.wire.host_messages import Fetched, ToServer
+from layerflow.wire.messages import MAX_PEER_KEYS, PeerReleaseHandoff
+from layerflow.wire.packing import unpack_u32
+from layerflow.wire.peer_link import LINK_REST_S, Origin, encode_origin
+
+# Whether the models of peers are those of this server, and in which partitions they run there.
+#
+# Where models differ, nothing of theirs can ever hit. Where only tensor or pipeline sizes do, the objects of other
+# sizes are asked for beside those of the reader's own.
+
+
+MOST_MODELS = 256
+"""Models whose sizes are remembered: those of which was told last."""
+
+log = structlog.get_logger("layerflow.server.peers")
+
+
+class Comparison:
+    """What differs, told once and shown in status.
+
+    :param models: the specs that workers here are attached with. :param numbers: of everything that peers are asked.
+    """
+
+    def __init__(self, models: Callable[[], Sequence[ModelSpec]], numbers: Iterator[int]) -> None:
+        self._models, self._numbers = models, numbers
+        self._asked: dict[int, tuple[Attachment, ModelSpec]] = {}
+        self.differences: dict[str, dict[str, str]] = {}  #: by peer and model, the first fact that differs
+
+    def peer_up(self, peer: Attachment) -> None:
+        """Compare all models with those of a peer."""
+        for spec in self._models():
+            self.compare(peer, spec)
+
+    def compare(self, peer: Attachment, spec: ModelSpec) -> None:
+        """Compare one."""
+        self._asked = {
+            number: asked
+            for number, asked in self._asked.items()
+            if asked[0] is not peer or asked[1].fingerprint != spec.fingerprint
+        }
+        number = next(self._numbers)
+        if peer.send(wire.PeerCompare(number, spec)):
+            self._asked[number] = peer, spec
+
+    def lost(self, peer: Attachment) -> None:
+        """It answers no more."""
+        self._asked = {number: asked for number, asked in self._asked.items() if asked[0] is not peer}
+
+    def forget(self, peer: Attachment) -> None:
+        """It is attached no more."""
+        self.lost(peer)
+        self.differences.pop(peer.target.name, None)
+
+    def answered(self, peer: Attachment, message: wire.PeerCompared) -> None:
+        """It has compared."""
+        known, spec = self._asked.pop(message.id, (None, None))
+        if known is not peer or spec is None:
+            return
+        found = self.differences.setdefault(peer.target.name, {})
+        if not message.difference:
+            found.pop(spec.name, None)
+        elif found.get(spec.name) != message.difference:
+            found[spec.name] = message.difference
+            log.warning("peer_differs", peer=peer.target.name, model=spec.name, difference=message.difference)
+
+
+class PeerSizes:
+    """In which partitions peers store: told to the pool, whose lookups count what covers an object."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._told: dict[bytes, list[Shard]] = {}
+
+    def learn(self, spec: ModelSpec) -> None:
+        """A worker of this model has attached here: what peers have told of it matters from now on."""
+        for shard in self._told.get(spec.fingerprint, ()):
+            self._pool.hear(spec.fingerprint, shard)
+
+    def told(self, message: wire.PeerPartitions) -> None:
+        """A peer tells."""
+        known = self._told.pop(message.model, [])
+        fresh = [*message.partitions, *(shard for shard in known if shard not in message.partitions)]
+        self._told[message.model] = fresh[: wire.MAX_PEER_PARTITIONS]
+        if len(self._told) > MOST_MODELS:
+            del self._told[next(iter(self._told))]
+        for shard in message.partitions:
+            self._pool.hear(message.model, shard)
+
+
+# What reading from each peer costs, as measured: its importer's calls, which end in order, one after the other.
+
+
+class _Call(NamedTuple):
+    number: int
+    nbytes: int
+    peer: str
+
+
+class LinkCosts:
+    """Latency and bandwidth by the name of the peer."""
+
+    def __init__(self) -> None:
+        self._calls: deque[_Call] = deque()
+        self._began = 0.0
+        self._models: dict[str, LinkModel] = {}
+
+    def begun(self, call: int, nbytes: int, peer: str) -> None:
+        """The importer was given a call."""
+        if not self._calls:
+            self._began = time.monotonic()
+        self._calls.append(_Call(call, nbytes, peer))
+
+    def ended(self, number: int, *, whole: bool) -> None:
+        """It has ended a call. :param whole: all of it has come."""
+        now = time.monotonic()
+        while self._calls:
+            call = self._calls.popleft()
+            if call.number == number:
+                if whole:
+                    self._models.setdefault(call.peer, LinkModel()).observe(call.nbytes, now - self._began)
+                break
+        self._began = now
+
+    def lost(self) -> None:
+        """The importer is dead."""
+        self._calls.clear()
+
+    def forget(self, peer: str) -> None:
+        """Nothing is read from it any more."""
+        self._models.pop(peer, None)
+
+    def of(self, peer: str) -> LinkCost | None:
+        """What is known; None = too little."""
+        model = self._models.get(peer)
+        return model.estimate if model is not None else None
+
+    def dear(self, offered: Mapping[bytes, tuple[str, int]], object_s: float) -> frozenset[bytes]:
+        """What would take longer to read than to compute, peer by peer; of a peer of which nothing is known, nothing.
+
+        :param offered: by key, the peer and the object's bytes. :param object_s: what computing one takes.
+        """
+        found: set[bytes] = set()
+        for peer in {name for name, _ in offered.values()}:
+            cost = self.of(peer)
+            sizes = {key: nbytes for key, (name, nbytes) in offered.items() if name == peer}
+            if cost is not None and cost.latency + sum(sizes.values()) / cost.bandwidth > object_s * len(sizes):
+                found.update(sizes)
+        return frozenset(found)
+
+
+# Releases of hand-offs that servers keep to which this one is not attached now: told as soon as it is.
+
+
+MAX_WAITING = 4096
+"""Past so many, of all servers together, the oldest is given up; its lease ends it."""
+
+
+class PeerReleases:
+    """Of one server, on its loop."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[Attachment, str], float] = {}  # until when, monotonic seconds; oldest first
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def tell(self, peer: Attachment, name: str, until: float) -> None:
+        """Now, or once it is attached; past `until` (monotonic seconds) no more."""
+        self._waiting.pop((peer, name), None)
+        if peer.up and peer.send(PeerReleaseHandoff(name)):
+            return
+        self._waiting[peer, name] = until
+        surplus = len(self._waiting) - MAX_WAITING
+        self._give_up(list(itertools.islice(self._waiting, max(0, surplus))), f"{MAX_WAITING} newer ones wait")
+        if self._timer is None:
+            self._watch()
+
+    def peer_up(self, peer: Attachment) -> None:
+        """It is attached: it is told."""
+        for other, name in list(self._waiting):
+            if other is peer and not peer.send(PeerReleaseHandoff(name)):
+                return
+            if other is peer:
+                del self._waiting[peer, name]
+
+    def wait_for(self, peer: Attachment) -> bool:
+        """Is there something to tell this peer once it is attached?"""
+        return any(other is peer for other, _ in self._waiting)
+
+    def forget(self, peer: Attachment) -> None:
+        """This peer is told nothing any more."""
+        self._give_up([each for each in self._waiting if each[0] is peer], "it was away for too long")
+        self._watch()
+
+    def close(self) -> None:
+        """Tell nobody any more."""
+        self._waiting.clear()
+        self._watch()
+
+    def _watch(self) -> None:
+        """Wake when the first one's time is up."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._waiting:
+            delay = max(0.0, min(self._waiting.values()) - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(delay, self._expire)
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        over = [waiting for waiting, until in self._waiting.items() if until <= now]
+        self._give_up(over, "its lease has ended it by now")
+        self._watch()
+
+    def _give_up(self, waiting: list[tuple[Attachment, str]], why: str) -> None:
+        for each in waiting:
+            del self._waiting[each]
+        if waiting:
+            peer, name = waiting[0]
+            log.warning("handoffs_not_released", handoffs=len(waiting), first=name, server=peer.target.name, reason=why)
+
+
+IMPORTER = "layerflow.hosts.peer.importer:Importer"
+HIDE_S = 30.0
+"""How long an object whose read failed is not asked for."""
+RENEW_S = 0.5
+"""A lease that is read and has no more of its time than this share is prolonged."""
+
+
+class PeerSource:
+    """All servers that this one reads from, and their importer.
+
+    :param arena: descriptor and size.
+    :param emit: gives events to the core.
+    :param numbers: of fetches, shared with the tier's, and of everything that peers are asked: a refusal says no more.
+    :param models: the specs that workers here are attached with.
+    :param parts: of this server's hand-offs, that peers keep.
+    :param attach: makes the connection to a peer.
+    """
+
+    def __init__(
+        self,
+        settings: Callable[[], Settings],
+        pool: Pool,
+        arena: tuple[int, int],
+        emit: Callable[[Sequence[Event]], None],
+        numbers: Iterator[int],
+        attach: Callable[[PeerTarget, PeerSource], Attachment],
+        models: Callable[[], Sequence[ModelSpec]],
+        parts: HandoffParts,
+    ) -> None:
+        self._settings, self._emit, self._attach = settings, emit, attach
+        link, emulated = settings().peers.link, settings().peers.link_gbps
+        options = {"timeout_ms": settings().pool.host_timeout_ms, "link": link, "link_gbps": emulated}
+        self.host = HostProcess(IMPORTER, options, *arena, self, mapped=links()[link].maps_arena)
+        self.host_up = False
+        self.peers: dict[str, Attachment] = {}
+        self.fetches = Fetches(
+            pool, self.host.send, emit, self._read_failed, numbers, hop=Hop.PEER, ended=self._fetch_ended
+        )
+        self.offers = Offers()
+        self._reading: dict[int, RemoteLease] = {}
+        self._failed_reads = NegativeCache()
+        self._resting: dict[Attachment, float] = {}
+        self.questions = PeerQuestions(self.offers, numbers)
+        self.releases = PeerReleases()
+        self.comparison = Comparison(models, numbers)
+        self.partitions = PeerSizes(pool)
+        self._parts = parts
+        self.on_change: Callable[[Attachment | None], None] = lambda _: None  #: told when what can be read changes
+        self.waits_for: Callable[[Attachment], bool] = lambda _: False  #: does a lookup wait for this peer?
+        self._expiry: asyncio.TimerHandle | None = None
+        self.failures: Counter[str] = Counter()
+        self.costs = LinkCosts()
+        self.dear_objects = 0
+
+    def start(self) -> None:
+        """Start the importer and attach to the servers that the settings name."""
+        self.host.start()
+
+    async def close(self) -> bool:
+        """Give all leases back and stop the importer. True: nothing of it can touch the arena any more."""
+        for lease in self.offers.leases():
+            self.release(lease)
+        for peer in self.peers.values():
+            peer.close()
+        if self._expiry is not None:
+            self._expiry.cancel()
+        self.releases.close()
+        return await self.host.close()
+
+    def add(self, target: PeerTarget) -> Attachment:
+        """Attach to a server, unless that is done."""
+        known = self.peers.get(target.name)
+        if known is not None:
+            known.used_at = time.monotonic()
+        else:
+            known = self.peers[target.name] = self._attach(target, self)
+            known.renew = lambda peer=known: self._to_renew(peer)  # type: ignore[misc]
+            known.start()
+        return known
+
+    def forget(self, peer: Attachment) -> None:
+        """Leave a server that nobody needs; what is known of it is forgotten, and its descriptors are given back."""
+        log.info("peer_forgotten", peer=peer.target.name, state=peer.state.value, reason=peer.reason)
+        del self.peers[peer.target.name]
+        peer.close()
+        self.questions.lost(peer, "it is forgotten")
+        self.comparison.forget(peer)
+        self.releases.forget(peer)
+        self.costs.forget(peer.target.name)
+        self._resting.pop(peer, None)
+
+    def needed(self, peer: Attachment) -> bool:
+        """Is something of a peer leased, asked for, kept there, or to be told to it?"""
+        leased = next(self.offers.leases(peer), None) is not None
+        asked = self.questions.waits_for(peer) or self.waits_for(peer)
+        return leased or asked or self.releases.wait_for(peer) or self._parts.kept_at(peer)
+
+    # Lookups -------------------------------------------------------------------------------------
+
+    def holds(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which of `keys` are on their way, or lent to this server already."""
+        now = time.monotonic()
+        return [key in self.fetches or self.offers.get(key, now) is not None for key in keys]
+
+    def ask(self, keys: Sequence[bytes], then: Callable[[frozenset[bytes]], None], until: float) -> None:
+        """Which of `keys` do peers lend? Answered once, perhaps at once, by `until` (monotonic seconds)."""
+        now = time.monotonic()
+        timeout_s = min(self._settings().peers.lookup_timeout_ms / 1e3, until - now)
+        able = [peer for peer in self.peers.values() if self.able(peer, now)]
+        wanted = self._failed_reads.visible(keys, now)[:MAX_PEER_KEYS]
+        if not wanted or not able or timeout_s <= 0:
+            then(frozenset())
+            return
+        lease_ms = self._settings().peers.lease_ms
+
+        def answered(answer: PeerAnswer) -> None:
+            self.watch_leases()
+            then(answer.found)
+
+        self.questions.ask(able, wanted, answered, timeout_s=timeout_s, lease_ms=lease_ms)
+
+    def able(self, peer: Attachment, now: float) -> bool:
+        """Can it be read from now?"""
+        return self.host_up and peer.endpoint() is not None and self._resting.get(peer, 0.0) <= now
+
+    def rests(self, peer: Attachment, now: float) -> float:
+        """In how many seconds the link to a peer is tried again after a failure; 0 = it is not at rest."""
+        return max(0.0, self._resting.get(peer, 0.0) - now)
+
+    def dear(self, keys: Iterable[bytes], compute_s: float, objects: int) -> frozenset[bytes]:
+        """Of these, what would take longer to read than to compute, peer by peer; where nothing is known, nothing.
+
+        :param compute_s: what computing all `objects` of the prompt takes, in seconds.
+        """
+        lent = {key: offer for key in keys if (offer := self.offered(key)) is not None}
+        found = self.costs.dear(
+            {key: (offer.lease.peer.target.name, offer.nbytes) for key, offer in lent.items()},
+            compute_s / max(1, objects),
+        )
+        self.dear_objects += len(found)
+        return found
+
+    def forgo(self, keys: Sequence[bytes]) -> None:
+        """These are had from elsewhere."""
+        self.offers.withdraw(keys)
+
+    # Loads ---------------------------------------------------------------------------------------
+
+    def offered(self, key: bytes) -> Offer | None:
+        """Who lends it."""
+        return self.offers.get(key, time.monotonic()) if self.host_up else None
+
+    def bring(self, objects: Sequence[NewObject], layers: Sequence[int], source: str) -> None:
+        """Fetch objects of one group, as far as peers lend them; see :meth:`coming`. Parameters as of the tier's."""
+        by_lease: dict[tuple[RemoteLease, int], list[NewObject]] = {}
+        for new in objects:
+            offer = self.offered(new.key)
+            if offer is None or new.key in self.fetches:
+                continue
+            if offer.nbytes != new.nbytes or offer.blocks != new.blocks:
+                self._read_failed(
+                    new.key, ObjectStatus.BROKEN, f"{offer.nbytes} bytes at {offer.lease.peer.target.name}, "
+                    f"{new.nbytes} here"
+                )  # fmt: skip
+                continue
+            by_lease.setdefault((offer.lease, offer.save), []).append(new)
+        for (lease, _), mine in by_lease.items():
+            endpoint = lease.peer.endpoint()
+            if endpoint is None:
+                continue
+            origin = Origin(
+                lease.peer.target.name, endpoint.link, endpoint.address, endpoint.incarnation, endpoint.reader,
+                endpoint.reader_key, lease.token, lease.lease_key,
+            )  # fmt: skip
+            available = lease.stored_layers(new.key for new in mine)
+            positions = {new.key: lease.offers[new.key].position for new in mine}
+            number = self.fetches.begin(mine, layers, source, AtPeer(encode_origin(origin), positions, available))
+            if number:
+                lease.fetches.add(number)
+                lease.brought.update(positions)
+                self._reading[number] = lease
+                self.watch_leases()
+
+    def knows(self, fetch: int) -> bool:
+        """Is this fetch from a peer?"""
+        return self.fetches.knows(fetch)
+
+    def obey(self, command: Call | Arrived | ObjectsLost | Vacate | TransferDone) -> None:
+        """What the core wants done on the way from peers."""
+        if isinstance(command, Call):
+            lease = self._reading.get(command.transfer)
+            name = lease.peer.target.name if lease is not None else ""
+            self.costs.begun(command.call, command.nbytes, name)
+        self.fetches.obey(command)
+
+    def _fetch_ended(self, number: int) -> None:
+        lease = self._reading.pop(number, None)
+        if lease is not None:
+            lease.fetches.discard(number)
+            # What was offered and is not fetched yet may be what a step brings: a tail, say.
+            if not lease.fetches and (lease.over or lease.brought.issuperset(lease.offers)):
+                self.release(lease)
+
+    def release(self, lease: RemoteLease) -> None:
+        """Give a lease back."""
+        self.offers.forget(lease)
+        if lease.peer.up:
+            lease.peer.send(wire.PeerRelease(lease.number))
+
+    # Leases --------------------------------------------------------------------------------------
+
+    def _to_renew(self, peer: Attachment) -> list[int]:
+        now = time.monotonic()
+        leases = (lease for lease in self.offers.leases(peer) if lease.fetches)
+        return [lease.number for lease in leases if lease.until - now < RENEW_S * lease.lease_s]
+
+    def watch_leases(self) -> None:
+        """Wake when the first lease runs out."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+        first = min((lease.until for lease in self.offers.leases()), default=None)
+        if first is not None:
+            delay = max(0.0, first - time.monotonic())
+            self._expiry = asyncio.get_running_loop().call_later(delay, self._expire)
+
+    def _expire(self) -> None:
+        self._expiry = None
+        for lease in self.offers.expired(time.monotonic()):
+            if lease.fetches:
+                self._give_up(lease, f"the lease of peer {lease.peer.target.name} has run out")
+            self.release(lease)
+        self.watch_leases()
+
+    def _give_up(self, lease: RemoteLease, why: str) -> None:
+        """Nothing more of it may be read; nor of the other parts of its hand-off, which is of no use without it."""
+        lease.over = True
+        for other in self.offers.leases() if lease.handoff else ():
+            if other.handoff == lease.handoff and other is not lease and not other.over:
+                self._give_up(other, why)
+                self.release(other)
+        for number in lease.reading():
+            objects = self.fetches.objects_of(number)
+            coming = [at for at, new in enumerate(objects) if self._is_coming(new.key, number)]
+            self.failures["fetch_failed"] += len(coming)
+            self._emit([FetchFailed(number, tuple((at, why) for at in coming))])
+
+    def _is_coming(self, key: bytes, number: int) -> bool:
+        coming = self.fetches.coming(key)
+        return coming is not None and coming.job.number == number
+
+    # Peers ---------------------------------------------------------------------------------------
+
+    def peer_up(self, peer: Attachment) -> None:
+        """It can be read from: are its models those of this server?"""
+        self.releases.peer_up(peer)
+        self.comparison.peer_up(peer)
+
+    def peer_changed(self, peer: Attachment) -> None:
+        """Its state, or where it can be read, is another."""
+        self.on_change(peer)
+
+    def compare(self, spec: ModelSpec) -> None:
+        """A worker has attached."""
+        self.partitions.learn(spec)
+        for peer in self.peers.values():
+            if peer.up:
+                self.comparison.compare(peer, spec)
+
+    def peer_lost(self, peer: Attachment, why: str) -> None:
+        """What it has lent counts no more; what it was asked is not answered."""
+        for lease in self.offers.leases(peer):
+            self._give_up(lease, f"peer {peer.target.name} is lost: {why}")
+            self.offers.forget(lease)
+        self.questions.lost(peer, why)
+        if not peer.up:  # its exporter alone is another: what it keeps is still there
+            self._parts.lost(peer, why)
+        self.comparison.lost(peer)
+        self.watch_leases()
+
+    def peer_said(self, peer: Attachment, message: PeerNews) -> None:
+        """An answer, or news."""
+        match message:
+            case wire.PeerFound():
+                self.questions.answered(peer, message)
+            case wire.PeerCompared():
+                self.comparison.answered(peer, message)
+            case wire.PeerPartitions():
+                self.partitions.told(message)
+            case wire.PeerHandoffState():
+                self._parts.heard(peer, message)
+            case wire.PeerProgress():
+                self._progress(peer, message)
+
+    def peer_refused(self, peer: Attachment, number: int, why: str) -> None:
+        """A question was not answered."""
+        self.questions.refused(number, why)
+        self._parts.refused(number, why)
+
+    def _progress(self, peer: Attachment, message: wire.PeerProgress) -> None:
+        """Open objects of a lease: more of them is stored, or they will not be."""
+        lease = self.offers.lease(peer, message.lease)
+        if lease is None:
+            return
+        if message.reason:
+            self._give_up(lease, f"peer {peer.target.name}: {message.reason}")
+            self.offers.forget(lease)
+            return
+        lease.progressed(
+            unpack_u32(message.positions, len(message.positions) // 4, "positions").tolist(), message.layers
+        )
+        for number in lease.reading():
+            layers = lease.stored_layers(new.key for new in self.fetches.objects_of(number))
+            if layers >= 0:
+                self._emit([FetchAvailable(number, layers)])
+
+    def peer_renewed(self, peer: Attachment, sent: float, leases: list[int]) -> None:
+        """These last longer."""
+        for number in leases:
+            lease = self.offers.lease(peer, number)
+            if lease is not None:
+                lease.until = max(lease.until, sent + MARGIN * lease.lease_s)
+        if leases:
+            self.watch_leases()
+
+    # The importer --------------------------------------------------------------------------------
+
+    def host_said(self, message: ToServer) -> None:
+        """News from the importer."""
+        match message:
+            case Fetched():
+                self.costs.ended(message.call, whole=not message.failed)
+                self._rest(message)
+                self.fetches.heard(message)
+            case _:
+                self._host_is(self.host.state.state == "up")
+
+    def host_stuck(self, why: str) -> None:
+        """It was killed and does not die."""
+        self._host_is(False)
+
+    def host_lost(self, why: str) -> None:
+        """It is dead and will be started anew."""
+        self._host_is(False)
+        self.costs.lost()
+        self.failures["fetch_failed"] += self.fetches.coming_objects
+        self._emit([HostLost(f"the importer is gone: {why}", (Hop.PEER,))])
+
+    def _host_is(self, up: bool) -> None:
+        if up != self.host_up:
+            self.host_up = up
+            self.on_change(None)
+
+    def _rest(self, message: Fetched) -> None:
+        """The link to a peer has failed: the importer reads nothing over it for a while, and lookups hit nothing."""
+        lease = self._reading.get(message.id)
+        if lease is not None and any(failure.outcome == ObjectStatus.FAILED for failure in message.failed):
+            self._resting[lease.peer] = time.monotonic() + LINK_REST_S
+
+    def counts(self) -> dict[str, int]:
+        """By the names of :class:`layerflow.observe.collectors.PeerStatistics`."""
+        return {
+            "attached": sum(peer.up for peer in self.peers.values()),
+            "read_leases": len(self.offers),
+            "lookups": self.questions.lookups,
+            "lookup_keys": self.questions.keys,
+            "unanswered_lookups": self.questions.unanswered,
+            "fetched_objects": self.fetches.fetched_objects,
+            "fetched_bytes": self.fetches.fetched_bytes,
+            "dear_objects": self.dear_objects,
+        }
+
+    def _read_failed(self, key: bytes, outcome: int, reason: str) -> None:
+        name = ObjectStatus(outcome).name.lower()
+        self.failures[f"fetch_{name}"] += 1
+        self._failed_reads.add(key, time.monotonic() + HIDE_S)
+        self.offers.withdraw([key])
+        log.warning("peer_read_failed", key=describe_key(key), outcome=name, reason=reason)

@@ -1,0 +1,413 @@
+"""A step's objects: which lie where (loads), which get room (saves), and what the core is told of them."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import compress
+from typing import TYPE_CHECKING
+
+from layerflow.boxes import Replica
+from layerflow.errors import ProtocolError
+from layerflow.flow.events import Event, Need, Part, StepOpened
+from layerflow.places import NOWHERE
+from layerflow.pool.base import Located, NewObject, Owner, Pool, ReserveStatus
+from layerflow.server.clients import ClientSession
+from layerflow.server.plans import plan_owner
+from layerflow.server.search import stored_object
+from layerflow.server.step_check import CheckedStep, Wanted
+from layerflow.spec import ModelSpec
+from layerflow.wire.messages import Covered, OpenStep, Plan, PlanPart
+from layerflow.wire.packing import pack_u32, pack_u64
+
+if TYPE_CHECKING:
+    from layerflow.server.arrivals import Follows, PendingFetch, PendingFollow
+    from layerflow.server.handoffs.registry import Handoffs
+    from layerflow.server.sources import Sources
+
+
+# What planning a step results in, and what the server remembers of it while it is open.
+
+
+def step_owner(session: int, step: int) -> tuple[str, int, int]:
+    """Who pins what a step loads, and has the room for what it saves."""
+    return ("step", session, step)
+
+
+@dataclass(slots=True)
+class StepBook:
+    """What the server remembers of an open step.
+
+    :param save_parts: for each save part of the core: its position in the OpenStep message.
+    :param save_keys: for each save part of the core: the keys it has room for.
+    :param load_objects: per group: (first block number, key) of every object loaded, ascending.
+    :param direct: its objects are the tier's business and its worker's, not the arena's.
+    :param opened_at: monotonic seconds.
+    :param in_turns: other workers hold the same, and store what this one does not.
+    """
+
+    owner: Hashable
+    direct: bool = False
+    in_turns: bool = False
+    save_parts: list[int] = field(default_factory=list)
+    save_keys: list[list[bytes]] = field(default_factory=list)
+    load_objects: dict[int, list[tuple[int, bytes]]] = field(default_factory=dict)
+    opened_at: float = field(default_factory=time.monotonic)
+    _parts: dict[bytes, int] | None = None
+
+    def part_of(self, key: bytes) -> int | None:
+        """The save part of the core that stores an object."""
+        if self._parts is None:
+            self._parts = {key: part for part, keys in enumerate(self.save_keys) for key in keys}
+        return self._parts.get(key)
+
+    def keys_of(self, group: int, lo: int, hi: int) -> list[bytes]:
+        """Objects that hold any of the load blocks `lo` to `hi` of a group."""
+        objects = self.load_objects.get(group, [])
+        ends = [start for start, _ in objects[1:]] + [hi]
+        return [key for (start, key), end in zip(objects, ends, strict=True) if start < hi and end > lo]
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """The result of planning one step.
+
+    :param events: what the core is to be told: the step, then what carries its saves on.
+    :param loaded: the keys that each request's loads have pinned.
+    """
+
+    events: Sequence[Event]
+    plan: Plan
+    book: StepBook
+    loaded: list[tuple[str, list[bytes]]]
+    full: int
+    missing: int
+
+
+# The objects that a step loads: pinned where they lie, followed or fetched where they are not in the arena yet.
+
+
+def plan_loads(
+    pool: Pool,
+    tier: Sources | None,
+    session: ClientSession,
+    book: StepBook,
+    loads: list[Wanted],
+    handoffs: Handoffs,
+    follows: Follows,
+) -> tuple[list[PlanPart], list[Part], set[str], list[Covered]]:
+    """Pin what is in the arena; follow or fetch what is not.
+
+    The results: places by part of the message, the core's parts, requests of which something is missing, and the
+    objects that others stand in for.
+    """
+    spec = session.spec
+    assert spec is not None
+    # These pins end with the step, however it ends; with a lost session, too.
+    located = [pool.acquire(wanted.keys, book.owner, math.inf, counts=wanted.counts.tolist()) for wanted in loads]
+    _follow(follows, session, loads, located)
+    if tier is not None:
+        lacking = [key for wanted, found in zip(loads, located, strict=True) for key in _missing(wanted, found)]
+        handoffs.give_back(session.engine, [key for key in lacking if follows.coming(key) is None])
+        _bring(tier, follows, session, loads, located)
+    plans: list[PlanPart] = []
+    parts: list[Part] = []
+    bad: set[str] = set()
+    covered: list[Covered] = []
+    numbered: dict[int, int] = {}
+    for wanted, found in zip(loads, located, strict=True):
+        offsets, stored, blocks = [], [], 0
+        objects = book.load_objects.setdefault(wanted.group, [])
+        at = numbered.get(wanted.group, 0)
+        needs: list[Need] = []
+        for key, place, count in zip(wanted.keys, found, wanted.counts.tolist(), strict=True):
+            coming = _coming(tier, follows, key) if place is None else None
+            if coming is not None and coming.job.layers != spec.groups[wanted.group].layers:
+                coming = None  # brought as a piece, for workers of another pipeline size
+            source = place or coming
+            if source is None or source.blocks < count:
+                bad.add(wanted.request)
+                offsets.append(NOWHERE)
+                stored.append(0)
+                continue
+            if coming is not None:
+                needs.append(Need(coming.job.number, coming.position, blocks, blocks + count))
+            if place is not None and place.pieces:
+                boxes, pieces = zip(*place.pieces, strict=True)
+                deep = spec.depth_of(wanted.group)
+                covered.append(Covered(place.offset, [list(box.of_layers(deep)) for box in boxes], list(pieces)))
+            offsets.append(source.offset)
+            stored.append(source.blocks)
+            objects.append((at + blocks, key))
+            blocks += count
+        numbered[wanted.group] = at + blocks
+        plans.append(PlanPart(pack_u64(offsets), pack_u32(stored)))
+        if blocks:
+            parts.append(Part(wanted.request, wanted.group, blocks, tuple(needs)))
+    return plans, parts, bad, covered
+
+
+def take_over(
+    pool: Pool, session: ClientSession, book: StepBook, message: OpenStep, loads: list[Wanted]
+) -> tuple[list[PlanPart], list[Part], set[str], list[Covered]]:
+    """The same of planned loads: the step pins what the plans of its hits do; its worker moves it already.
+
+    :raises ProtocolError: it names what no plan of its engine pins, or more blocks than an object holds.
+    """
+    parts: list[Part] = []
+    at: dict[int, int] = {}
+    for part, wanted in zip(message.loads, loads, strict=True):
+        places = pool.share(plan_owner(session.engine, part.plan), wanted.keys, book.owner)
+        counts = wanted.counts.tolist()
+        if places is None or any(count > place.blocks for count, place in zip(counts, places, strict=True)):
+            pool.release(book.owner)
+            raise ProtocolError(
+                f"step {message.step}, request {part.request!r}, group {part.group}: its loads are not those of plan "
+                f"{part.plan}, or that has ended; look the prompt up again"
+            )
+        objects = book.load_objects.setdefault(wanted.group, [])
+        for key, count in zip(wanted.keys, counts, strict=True):
+            objects.append((at.setdefault(wanted.group, 0), key))
+            at[wanted.group] += count
+        parts.append(Part(wanted.request, wanted.group, sum(counts)))
+    return [], parts, set(), []
+
+
+def _missing(wanted: Wanted, found: list[Located | None]) -> list[bytes]:
+    return [key for key, place in zip(wanted.keys, found, strict=True) if place is None]
+
+
+def _coming(tier: Sources | None, follows: Follows, key: bytes) -> PendingFetch | PendingFollow | None:
+    """An object that is not in the arena yet: followed, or else fetched."""
+    return follows.coming(key) or (tier.coming(key) if tier is not None else None)
+
+
+def _follow(follows: Follows, session: ClientSession, loads: list[Wanted], located: list[list[Located | None]]) -> None:
+    """Follow what the arena lacks and somebody is storing, for requests that have hit it so."""
+    spec = session.spec
+    assert spec is not None
+    for wanted, found in zip(loads, located, strict=True):
+        if None in found and follows.allowed(session.engine, wanted.request):
+            lacking = [key for key in _missing(wanted, found) if follows.coming(key) is None]
+            follows.open(lacking, wanted.group, spec.groups[wanted.group].layers)
+
+
+def _bring(
+    tier: Sources, follows: Follows, session: ClientSession, loads: list[Wanted], located: list[list[Located | None]]
+) -> None:
+    """Start fetching what the arena lacks, one job per group."""
+    spec = session.spec
+    assert spec is not None
+    lacking: dict[int, dict[bytes, NewObject]] = {}
+    for wanted, found in zip(loads, located, strict=True):
+        for key, place in zip(wanted.keys, found, strict=True):
+            if place is None and _coming(tier, follows, key) is None:
+                tail = (wanted.tail, wanted.parent) if key == wanted.keys[-1] else (0, b"")
+                lacking.setdefault(wanted.group, {})[key] = stored_object(spec, wanted.group, key, *tail)
+    for group, objects in lacking.items():
+        tier.bring(list(objects.values()), spec.groups[group].layers, session.engine)
+
+
+# The objects that a step saves: which of them this worker stores, and their room.
+
+
+MOST_MISSED = 16_384
+"""Objects that are remembered; of more, the oldest are their worker's turn again."""
+
+Adopt = Callable[[Sequence[NewObject], Owner], Mapping[bytes, int]]
+"""Takes room over that a hand-off has kept: of those objects that have some, where it is."""
+
+
+class MissedTurns:
+    """Where equal workers take turns, whoever computes such an object next may store it.
+
+    A worker whose saves are shed again and again would leave its share of every prompt unstored otherwise, and a hit
+    ends at the first object that is missing.
+    """
+
+    def __init__(self) -> None:
+        self._keys: dict[bytes, None] = {}
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def add(self, keys: Iterable[bytes]) -> None:
+        """Saves of these were given up."""
+        for key in keys:
+            self._keys.pop(key, None)
+            self._keys[key] = None
+        while len(self._keys) > MOST_MISSED:
+            del self._keys[next(iter(self._keys))]
+
+    def drop(self, keys: Iterable[bytes]) -> None:
+        """These are stored."""
+        if self._keys:
+            for key in keys:
+                self._keys.pop(key, None)
+
+
+def plan_saves(
+    pool: Pool,
+    book: StepBook,
+    saves: list[tuple[Wanted, list[NewObject]]],
+    bad: set[str],
+    replicas: Sequence[Replica],
+    missed: MissedTurns,
+    adopt: Adopt,
+) -> tuple[list[PlanPart], list[Part], int, dict[int, tuple[list[tuple[NewObject, int]], list[int]]]]:
+    """The last of the results, by group: objects with their places, and each one's part."""
+    plans, parts, full = [], [], 0
+    placed: dict[int, tuple[list[tuple[NewObject, int]], list[int]]] = {}
+    for position, (wanted, objects) in enumerate(saves):
+        # What a request computes on top of a hit that is not there would be wrong: it is not stored.
+        turn = [replicas[wanted.group].stores(new.key) or new.key in missed for new in objects]
+        mine = [] if wanted.request in bad else [*compress(objects, turn)]
+        kept = adopt(mine, book.owner)
+        room = pool.reserve(mine, book.owner)
+        offsets = [NOWHERE] * len(objects)
+        for at, place in zip(compress(range(len(objects)), turn), room, strict=False):
+            if place.outcome is ReserveStatus.RESERVED:
+                offsets[at] = place.offset
+            elif kept:
+                offsets[at] = kept.get(objects[at].key, NOWHERE)
+        full += sum(place.outcome in (ReserveStatus.FULL, ReserveStatus.TOO_LARGE) for place in room)
+        keys = [key for key, offset in zip(wanted.keys, offsets, strict=True) if offset != NOWHERE]
+        blocks = sum(count for count, offset in zip(wanted.counts.tolist(), offsets, strict=True) if offset != NOWHERE)
+        if keys:
+            book.save_parts.append(position)
+            book.save_keys.append(keys)
+            promised = any(key in kept for key in keys)
+            parts.append(Part(wanted.request, wanted.group, blocks, promised=promised))
+            stored, owners = placed.setdefault(wanted.group, ([], []))
+            stored += [pair for pair in zip(objects, offsets, strict=True) if pair[1] != NOWHERE]
+            owners += [len(parts) - 1] * len(keys)
+        plans.append(PlanPart(pack_u64(offsets), b""))
+    return plans, parts, full, placed
+
+
+def plan_step(
+    pool: Pool,
+    tier: Sources | None,
+    session: ClientSession,
+    message: OpenStep,
+    checked: CheckedStep,
+    replicas: Sequence[Replica],
+    missed: MissedTurns,
+    handoffs: Handoffs,
+    follows: Follows,
+) -> Opening:
+    """Pin the objects to load, reserve room for those to save, and number the blocks.
+
+    What the arena lacks is fetched from the tier.
+
+    :param replicas: per group, which of the workers that hold the same heads this one is: they take turns in storing.
+    :param missed: what another one has not stored in its turn.
+    :param handoffs: those of the worker's engine have room for what they wait for.
+    :param follows: what another step is still storing, for requests that may wait for it.
+    """
+    spec = session.spec
+    assert spec is not None
+    loads, saves = checked.loads, checked.saves
+    book = StepBook(step_owner(session.number, message.step), in_turns=any(each.copies > 1 for each in replicas))
+    load_plan, load_parts, bad, covered = (
+        take_over(pool, session, book, message, loads)
+        if message.planned
+        else plan_loads(pool, tier, session, book, loads, handoffs, follows)
+    )
+    save_plan, save_parts, full, placed = plan_saves(
+        pool, book, saves, bad, replicas, missed, functools.partial(handoffs.adopt, session.engine)
+    )
+    opened = StepOpened(
+        session.number,
+        message.step,
+        message.deadline,
+        message.save_deadline,
+        tuple(load_parts),
+        tuple(save_parts),
+        planned=message.planned,
+    )
+    events: list[Event] = [opened]
+    if tier is not None:
+        for group, (objects, parts) in placed.items():
+            events += tier.plan(
+                (session.number, message.step), session.engine, group, len(spec.groups[group].layers), objects, parts
+            )
+    for group, (objects, parts) in placed.items():
+        saved = {new.key: part for (new, _), part in zip(objects, parts, strict=True)}
+        events += follows.adopted((session.number, message.step), group, saved)
+    # Objects that other ranks load too stay leased for them, until the lease ends.
+    loaded = [(wanted.request, wanted.keys) for wanted in loads if spec.shard.copy_of(wanted.group).copies == 1]
+    urgent = any(part.promised for part in save_parts)
+    plan = Plan(message.step, load_plan, save_plan, covered, urgent)
+    return Opening(events, plan, book, loaded, full, len(bad))
+
+
+# A step of a worker that moves bytes past the arena: the core schedules it as any other, the objects are the worker's.
+#
+# The worker has leased what it loads and allocated what it saves before it opens the step, and left out the rest.
+
+
+def plan_direct(session: ClientSession, message: OpenStep, checked: CheckedStep) -> Opening:
+    """Number the blocks; nothing is pinned and nothing reserved, and offsets are 0.
+
+    :raises ProtocolError: more blocks are wanted of an object than it holds.
+    """
+    spec = session.spec
+    assert spec is not None
+    loads, saves = checked.loads, [wanted for wanted, _ in checked.saves]
+    book = StepBook(("step", session.number, message.step), direct=True)
+    _remember_loads(book, loads)
+    book.save_parts = list(range(len(saves)))
+    book.save_keys = [wanted.keys for wanted in saves]
+    event = StepOpened(
+        session.number,
+        message.step,
+        message.deadline,
+        message.save_deadline,
+        tuple(_part(wanted) for wanted in loads),
+        tuple(_part(wanted) for wanted in saves),
+    )
+    load_plan = [PlanPart(_zeros(wanted), pack_u32(_held(spec, wanted))) for wanted in loads]
+    plan = Plan(message.step, load_plan, [PlanPart(_zeros(wanted), b"") for wanted in saves])
+    return Opening([event], plan, book, [], full=0, missing=0)
+
+
+def _part(wanted: Wanted) -> Part:
+    return Part(wanted.request, wanted.group, int(wanted.counts.sum()))
+
+
+def _zeros(wanted: Wanted) -> bytes:
+    return pack_u64([0] * len(wanted.keys))
+
+
+def _held(spec: ModelSpec, wanted: Wanted) -> list[int]:
+    """Blocks per layer of each object.
+
+    :raises ProtocolError: more are wanted of one than it holds.
+    """
+    rules = spec.groups[wanted.group].rules
+    held = [len(rules.keep(spec.chunk_tokens))] * len(wanted.keys)
+    if wanted.tail:
+        held[-1] = len(rules.keep(wanted.tail))
+    for position, (has, count) in enumerate(zip(held, wanted.counts.tolist(), strict=True)):
+        if count > has:
+            raise ProtocolError(
+                f"request {wanted.request!r}, group {wanted.group}, object {position}: {count} blocks are loaded of "
+                f"the {has} that it holds"
+            )
+    return held
+
+
+def _remember_loads(book: StepBook, loads: list[Wanted]) -> None:
+    at: dict[int, int] = {}
+    for wanted in loads:
+        objects = book.load_objects.setdefault(wanted.group, [])
+        for key, count in zip(wanted.keys, wanted.counts.tolist(), strict=True):
+            objects.append((at.setdefault(wanted.group, 0), key))
+            at[wanted.group] += count

@@ -1,1 +1,0 @@
-"""A step's message, checked, and what of the pool it needs."""

@@ -1,0 +1,366 @@
+"""Lookups over the arena and what lies behind it: what is there, and what to bring for a hit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import TYPE_CHECKING
+
+from layerflow.boxes import Box
+from layerflow.hits import NO_BLOCKS, SLICE_KEYS, BlockDigests, HitLength, LookupSource, search_hit, sharing_chunks
+from layerflow.keys import DIGEST_BYTES, object_keys
+from layerflow.objects import HEADER_BYTES, layer_bytes, object_bytes
+from layerflow.pool import base
+from layerflow.pool.base import Covering, NewObject, Pool
+from layerflow.pool.chunk_index import ANY_LENGTH, merged, renamed
+from layerflow.spec import ModelSpec, Shard
+
+if TYPE_CHECKING:
+    from layerflow.server.sources import Sources
+    from layerflow.server.tier.tier import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class TieredLookup:
+    """The arena and the tier behind it, as one.
+
+    :param found: what the tier was asked for and has.
+    :param unavailable: what the tier has and cannot be brought now.
+    :param covering: objects of other partitions may stand in for those that the tier does not have. Of the arena's
+        the pool knows by itself.
+    """
+
+    pool: Pool
+    tier: Tier | Sources
+    found: frozenset[bytes] = frozenset()
+    unavailable: frozenset[bytes] = frozenset()
+    covering: Covering | None = None
+
+    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which objects can be loaded."""
+        there = self._each(keys)
+        if self.covering is not None and not all(there):
+            missing = [key for key, found in zip(keys, there, strict=True) if not found]
+            others = list({other for key in missing for other in self.covering.alternatives(key)})
+            have = {other for other, found in zip(others, self._each(others), strict=True) if found}
+            for at, key in enumerate(keys):
+                there[at] = there[at] or bool(self.covering.sources(key, have.__contains__))
+        return there
+
+    def _each(self, keys: Sequence[bytes]) -> list[bool]:
+        here, behind = self.pool.lookup(keys), self.tier.holds(keys)
+        found, unavailable = self.found, self.unavailable
+        return [
+            arena or ((tier or key in found) and key not in unavailable)
+            for key, arena, tier in zip(keys, here, behind, strict=True)
+        ]
+
+    def tails(self, parent: bytes, most: int = ANY_LENGTH, *, undigested: bool = False) -> Iterator[base.Tail]:
+        """Partial chunks that follow `parent`; parameters as :meth:`.Tails.after`, whose order they have."""
+        others = self.covering.alternatives(parent) if self.covering is not None else ()
+        return merged(
+            self.pool.tails(parent, most, undigested=undigested),
+            self.tier.tails(parent, most, undigested=undigested),
+            *(renamed(self.tier.tails(other, most, undigested=undigested), parent) for other in others),
+        )
+
+    def sharing(self, block: bytes) -> Iterator[base.Child]:
+        """Chunks whose first block has this digest, newest first."""
+        here = {child.key: child for child in self.pool.sharing(block)}
+        yield from here.values()
+        yield from (child for child in self.tier.sharing(block) if child.key not in here)
+
+
+@dataclass(frozen=True, slots=True)
+class TierLookup:
+    """The tier alone, for workers whose bytes do not pass through the arena; parameters as of :class:`TieredLookup`."""
+
+    tier: Tier | Sources
+    found: frozenset[bytes] = frozenset()
+    unavailable: frozenset[bytes] = frozenset()
+
+    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which objects can be loaded."""
+        found, unavailable = self.found, self.unavailable
+        held = self.tier.holds(keys)
+        return [(tier or key in found) and key not in unavailable for key, tier in zip(keys, held, strict=True)]
+
+    def tails(self, parent: bytes, most: int = ANY_LENGTH, *, undigested: bool = False) -> Iterator[base.Tail]:
+        """Partial chunks that follow `parent`; parameters as :meth:`.Tails.after`, whose order they have."""
+        return self.tier.tails(parent, most, undigested=undigested)
+
+    def sharing(self, block: bytes) -> Iterator[base.Child]:
+        """Chunks whose first block has this digest, newest first."""
+        return self.tier.sharing(block)
+
+
+def hit_keys(spec: ModelSpec, digests: list[bytes], hit: HitLength) -> Iterator[list[bytes]]:
+    """Everything that a load of this hit (or of one of its tails) would read, there or not, in slices."""
+    reach = max((tail.chunk * spec.chunk_tokens for tail in hit.tails), default=0)
+    chunks = -(-max(hit.tokens, reach) // spec.chunk_tokens)
+    groups, shards = range(len(spec.groups)), spec.shard.peers()
+    width = len(shards)
+    step = max(1, SLICE_KEYS // (len(groups) * width))
+    # Of one group they are made already: of what is hashed once, dictionaries know the hash.
+    made = hit.keys[0] if len(hit.keys) == len(groups) == 1 else None
+    for first in range(0, chunks, step):
+        stop = min(first + step, chunks)
+        if made is not None:
+            yield made[first * width : stop * width]
+        else:
+            yield object_keys(digests[first:stop], groups, shards)
+    for first in range(0, len(hit.tails), step):
+        yield object_keys([tail.digest for tail in hit.tails[first : first + step]], groups, shards)
+
+
+def stored_object(spec: ModelSpec, group: int, key: bytes, tokens: int = 0, parent: bytes = b"") -> NewObject:
+    """The shape of a stored object.
+
+    :param tokens: of a partial chunk; 0 = a full one.
+    :param parent: 24-byte key before a partial chunk.
+    """
+    tokens = tokens or spec.chunk_tokens
+    blocks = len(spec.groups[group].rules.keep(tokens))
+    return NewObject(key, object_bytes(spec.groups[group], blocks), blocks, tokens, parent)
+
+
+FEW_CHUNKS = 16
+"""Of so many chunks that only the tier can tell of, all are asked for at once."""
+
+
+def ask_tier(
+    pool: Pool,
+    tier: Tier | Sources,
+    spec: ModelSpec,
+    prompt: tuple[list[bytes], int, bytes],
+    then: Callable[[frozenset[bytes]], None],
+    go: Callable[[Generator[None, None, None]], None],
+    *,
+    blocks: BlockDigests = NO_BLOCKS,
+    direct: bool = False,
+) -> Generator[None, None, None]:
+    """Ask for what the tier may add to a hit, in at most two questions. In slices, as :func:`.hits.search_hit`.
+
+    A group that needs every chunk from the first on ends the hit at the first chunk that is missing. So of a long
+    prompt some chunks at doubling distances are asked for first, and the others only up to the first of those that is
+    missing: twice the hit's chunks at most, and a few where nothing is stored. All of a hit's chunks are asked for:
+    what a pool evicts is not always the end of a prompt, and a hit that cannot be loaded costs more than keys. With the
+    rest are asked for chunks of other prompts that begin as the prompt's next one, where this server knows some.
+
+    :param prompt: digests of the full chunks, tokens, and the digest of its last, partial chunk (or ``b""``).
+    :param then: told the keys that the tier has, once, within ``pool.lookup_timeout_ms``.
+    :param go: runs what is left to do, slice by slice, once the first question is answered.
+    :param blocks: the prompt's, to find these.
+    :param direct: for workers to whom the arena does not matter.
+    """
+    digests, tokens, own = prompt
+    until = time.monotonic() + tier.settings.lookup_timeout_ms / 1e3
+    every = range(len(spec.groups))
+    prefixes = [group for group in every if not spec.groups[group].rules.first_token(tokens)]
+    # The tier is asked in the same question for other partitions' objects that may stand in for what is not known.
+    covering = None if direct else pool.covering(spec)
+    known: LookupSource = TierLookup(tier) if direct else TieredLookup(pool, tier, covering=covering)
+    first = yield from unknown_keys(known, spec, digests, prefixes)
+    others = yield from sharing_chunks(known, spec, digests, tokens, blocks)
+    more = [digest for digest in (own, *others) if digest]
+    lacking = [chunk for chunk, keys in enumerate(first) if keys]
+    if len(lacking) <= FEW_CHUNKS:
+        asked = yield from unknown_keys(known, spec, list(dict.fromkeys([*digests, *more])), every)
+        tier.ask(with_alternatives(covering, chain.from_iterable(asked)), then, until)
+        return
+    probed = [lacking[at] for at in (*doubling(len(lacking) - 1), len(lacking) - 1)]
+
+    def ask_rest(found: frozenset[bytes]) -> Generator[None, None, None]:
+        there = TieredLookup(pool, tier, found, covering=covering)
+        end = next(
+            (chunk for chunk in probed if not (found.issuperset(first[chunk]) or all(there.lookup(first[chunk])))),
+            len(digests),
+        )
+        left = [*digests[:end], *(more if end == len(digests) else others)]
+        asked = yield from unknown_keys(known, spec, list(dict.fromkeys(left)), every)
+        keys = [key for key in with_alternatives(covering, chain.from_iterable(asked)) if key not in found]
+        tier.ask(keys, lambda more: then(found | more), until)
+
+    probes = with_alternatives(covering, chain.from_iterable(first[chunk] for chunk in probed))
+    tier.ask(probes, lambda found: go(ask_rest(found)), until)
+
+
+def with_alternatives(covering: Covering | None, keys: Iterable[bytes]) -> list[bytes]:
+    """These keys, each once, and after them those that may stand in for them."""
+    own = list(keys)
+    if covering is None:
+        return own
+    return list(dict.fromkeys([*own, *(other for key in own for other in covering.alternatives(key))]))
+
+
+def doubling(stop: int) -> Iterator[int]:
+    """0, 1, 3, 7, ... below `stop`."""
+    at = 0
+    while at < stop:
+        yield at
+        at = 2 * at + 1
+
+
+def prompt_keys(spec: ModelSpec, digests: Sequence[bytes]) -> list[bytes]:
+    """The objects of these chunks, full or partial, of all groups and shards."""
+    return object_keys(digests, range(len(spec.groups)), spec.shard.peers())
+
+
+def prompt_objects(spec: ModelSpec, chunks: int) -> int:
+    """How many :func:`prompt_keys` has of so many chunks."""
+    return chunks * len(spec.groups) * len(spec.shard.peers())
+
+
+def unknown_keys(
+    known: LookupSource, spec: ModelSpec, digests: Sequence[bytes], groups: Sequence[int]
+) -> Generator[None, None, list[list[bytes]]]:
+    """By chunk, full or partial, its objects of these groups and all shards that are not `known`. In slices."""
+    shards = spec.shard.peers()
+    each = max(1, len(groups) * len(shards))
+    step = max(1, SLICE_KEYS // each)
+    unknown: list[list[bytes]] = []
+    for start in range(0, len(digests), step):
+        if start:
+            yield
+        part = digests[start : start + step]
+        keys = object_keys(part, groups, shards)
+        lacking = {key for key, there in zip(keys, known.lookup(keys), strict=True) if not there}
+        unknown += [[key for key in keys[at : at + each] if key in lacking] for at in range(0, len(part) * each, each)]
+    return unknown
+
+
+def find_and_bring(
+    pool: Pool,
+    tier: Tier | Sources,
+    spec: ModelSpec,
+    shards: Sequence[Shard],
+    prompt: tuple[bytes, list[bytes], int, bytes],
+    found: frozenset[bytes],
+    engine: str,
+    *,
+    blocks: BlockDigests = NO_BLOCKS,
+    direct: bool = False,
+) -> Generator[None, None, HitLength]:
+    """The longest hit in arena and tier together; what it needs is on its way into the arena. In slices, as above.
+
+    Stored tails, and chunks that only begin as the prompt's, are brought by the step that loads them: most of those
+    offered belong to other prompts.
+
+    :param shards: whose objects this machine's workers load; of the others it suffices that they exist.
+    :param prompt: root digest, digests of the full chunks, tokens, and the digest of its last, partial chunk.
+    :param found: keys that the tier was asked for and has.
+    :param engine: for whom.
+    :param direct: some workers read the tier themselves: what only the arena has is no hit.
+    """
+    root, digests, tokens, own = prompt
+    unavailable: frozenset[bytes] = frozenset()
+    while True:
+        there = TierLookup(tier, found, unavailable) if direct else TieredLookup(pool, tier, found, unavailable)
+        hit = yield from search_hit(there, spec, root, digests, tokens, own, blocks)
+        stuck = yield from _bring(pool, tier, spec, shards, digests, hit, engine)
+        if not stuck:
+            return hit
+        unavailable |= stuck  # no room in the arena, or it left the tier since: a shorter hit
+
+
+def _bring(
+    pool: Pool,
+    tier: Tier | Sources,
+    spec: ModelSpec,
+    shards: Sequence[Shard],
+    digests: list[bytes],
+    hit: HitLength,
+    engine: str,
+) -> Generator[None, None, frozenset[bytes]]:
+    """Start fetching the full chunks that a hit needs; those that cannot be fetched."""
+    stuck: set[bytes] = set()
+    for number, group in enumerate(spec.groups if hit.drafts else spec.own.groups):
+        need = group.rules.need(hit.tokens, spec.chunk_tokens) if hit.tokens else range(0)
+        chunks = digests[need.start : need.stop]
+        # Shards that hold the same heads have the same key.
+        keys = list(dict.fromkeys(object_keys(chunks, (number,), shards)))
+        missing = [key for key, there in zip(keys, pool.lookup(keys), strict=True) if not there]
+        if missing:
+            tier.bring([stored_object(spec, number, key) for key in missing], group.layers, engine)
+            stuck.update(key for key in missing if tier.coming(key) is None)
+        yield
+    return frozenset(stuck)
+
+
+# Objects of other partitions behind the arena: brought into it before a hit that they cover is told.
+
+
+MOST_TAILS = 2
+"""Of so many tails of a hit, the longest, pieces are brought."""
+
+
+def bring_pieces(
+    pool: Pool,
+    tier: Sources,
+    spec: ModelSpec,
+    covering: Covering,
+    prompt: tuple[bytes, Sequence[bytes]],
+    hit: HitLength,
+    found: frozenset[bytes],
+    engine: str,
+) -> Generator[None, None, set[bytes]]:
+    """Start fetching the objects of other partitions that a hit needs; those that are on their way. In slices.
+
+    A step cannot wait for pieces of a block, each of other layers and heads, as it waits for whole objects; so a hit
+    counts them once they are in the arena.
+
+    :param prompt: root digest, and digests of the full chunks.
+    :param hit: over what arena and tier have, of all partitions.
+    :param found: keys that the tier was asked for and has.
+    """
+    root, digests = prompt
+    coming: set[bytes] = set()
+    for number, group in enumerate(spec.groups):
+        need = group.rules.need(hit.tokens, spec.chunk_tokens) if hit.tokens else range(0)
+        wanted = [(digest, spec.chunk_tokens, b"") for digest in digests[need.start : need.stop]]
+        for tail in islice(hit.tails, MOST_TAILS):
+            # A hit that goes on into a tail may need chunks before it that the shorter hit does not.
+            need = group.rules.need(tail.chunk * spec.chunk_tokens + (tail.shared or tail.tokens), spec.chunk_tokens)
+            wanted += [(digest, spec.chunk_tokens, b"") for digest in digests[need.start : min(need.stop, tail.chunk)]]
+            before = digests[tail.chunk - 1] if tail.chunk else root
+            wanted.append((tail.digest, tail.tokens, before if tail.tokens < spec.chunk_tokens else b""))
+        pieces: dict[tuple[int, int], dict[bytes, NewObject]] = {}
+        for digest, tokens, parent in dict.fromkeys(wanted):
+            keys = object_keys((digest,), (number,), spec.shard.peers())
+            for told, source in _lacking(pool, tier, covering, keys, found):
+                box = told.of_layers(spec.depth_of(number))
+                new = _piece(spec, number, box, source, tokens, parent)
+                pieces.setdefault((box.first_layer, box.end_layer), {})[source] = new
+        for (first, end), objects in pieces.items():
+            # The group's own numbers where it has as many layers, so that an equal worker's step can use them too.
+            layers = group.layers if end - first == len(group.layers) else tuple(range(end - first))
+            tier.bring(list(objects.values()), layers, engine)
+            coming.update(key for key in objects if tier.coming(key) is not None)
+        yield
+    return coming
+
+
+def _lacking(
+    pool: Pool, tier: Sources, covering: Covering, keys: Sequence[bytes], found: frozenset[bytes]
+) -> Iterator[tuple[Box, bytes]]:
+    """What is to be brought so that these are covered in the arena, where the tier does not have them themselves."""
+
+    def there(key: bytes) -> bool:
+        return key in found or pool.lookup([key])[0] or tier.holds([key])[0]
+
+    for key, here in zip(keys, pool.lookup(keys), strict=True):
+        if not here and key not in found and not tier.holds([key])[0]:
+            for box, source in covering.sources(key, there):
+                if not pool.lookup([source])[0]:
+                    yield box, source
+
+
+def _piece(spec: ModelSpec, number: int, box: Box, source: bytes, tokens: int, parent: bytes) -> NewObject:
+    """An object of another partition: as many blocks, of its own layers and heads."""
+    group = spec.groups[number]
+    blocks = len(group.rules.keep(tokens))
+    one_layer = layer_bytes(group, blocks) // spec.box(number).heads * box.heads
+    before = parent + source[DIGEST_BYTES:] if parent else b""
+    return NewObject(source, HEADER_BYTES + box.layers * one_layer, blocks, tokens, before)
