@@ -1,4 +1,4 @@
-"""What a check found."""
+"""What a check found, and the questions that checks ask: of memory, packages, child processes and ports."""
 
 from __future__ import annotations
 

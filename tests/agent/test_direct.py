@@ -507,7 +507,7 @@ class TestCopiesThatDoNotReturn:
     def test_a_save_beyond_its_lease_ends_the_process(
         self, ended: threading.Event, house: EmbeddedServer, pool: FakePool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("layerflow.hosts.memcache.backend.LEASE_S", 4.0)  # a save has to be begun within it
+        monkeypatch.setattr("layerflow.hosts.memcache.backend.ROOM_LEASE_S", 4.0)  # a save has to be begun within it
         with KnownWorker(house.endpoint, context=house.context) as worker, stuck_save(worker, pool):
             assert ended.wait(PATIENCE_S), "the room that it writes into will be another's"
 

@@ -1,4 +1,4 @@
-"""Ending a step, from either side: its pass is over, its loads or saves are cut off, nothing more comes for it."""
+"""Ending a step, from either side, and the engine's blocks: what may still read or write them, and cutting it off."""
 
 from __future__ import annotations
 

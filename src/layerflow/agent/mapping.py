@@ -1,4 +1,4 @@
-"""A server's arena made ready for copies: pinned for the device, piece by piece, or its pages mapped."""
+"""The arenas that a worker has mapped, each made ready for copies: pinned for the device piece by piece, or mapped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A box, the box that a worker holds, and which of several equal workers stores a chunk."""
+"""A box, the box that a worker holds, who of equal workers stores a chunk, and a box put together from others."""
 
 from __future__ import annotations
 

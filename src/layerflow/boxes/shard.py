@@ -1,4 +1,4 @@
-"""Which part of a model a worker holds, as the keys of its objects say it."""
+"""Which part of a model a worker holds, as its objects' keys say it, and which caches can be cut between heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the server would listen: the control socket, other hosts' socket, HTTP."""
+"""Checks of this machine: where the server would listen, its memory, the program itself, what models share."""
 
 from __future__ import annotations
 

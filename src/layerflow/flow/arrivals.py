@@ -1,4 +1,4 @@
-"""Fetches: objects on their way from the backend or a peer into the arena, and the loads that hang on them.
+"""What loads wait for: fetches from the backend or a peer, and what other steps store.
 
 An object is published once all its layers have come. One that fails fails the blocks that need it, and no
 others. A fetch ends when all its objects have come or failed, or when it was wanted and no longer is: then
@@ -441,7 +441,7 @@ def _cut_circles(state: State, follow: FollowTransfer, out: list[Command]) -> No
 
 
 def _waits_for(saves: TransferJob, loads: TransferJob, seen: set[int]) -> bool:
-    """Can these saves not be published before those loads have ended? :func:`.completion.settle` says when they are.
+    """Can these saves not be published before those loads have ended? :func:`.progress.settle` says when they are.
 
     :param seen: loads that were looked at, by identity.
     """

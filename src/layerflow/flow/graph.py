@@ -1,4 +1,4 @@
-"""A step as a graph of transfers: its two directions, their groups, and the batches in flight."""
+"""The core's graph: sessions, steps, their transfers and batches, what is left of each, and what loads depend on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows when something of a step has ended or was cancelled."""
+"""What becomes of an open step: its batches end, its parts are finalized, fail or are cancelled."""
 
 from __future__ import annotations
 

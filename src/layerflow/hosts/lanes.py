@@ -1,4 +1,4 @@
-"""What the host's threads have in common: an inbox, one thread, calls to the backend that cannot end it."""
+"""The threads of a host: what they have in common, and those that look up, fetch, write and check the pool's health."""
 
 from __future__ import annotations
 

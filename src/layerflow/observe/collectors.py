@@ -1,4 +1,4 @@
-"""The figures of hand-offs and follows: counts since the server's start, read off its snapshots."""
+"""Counts of the server's parts since its start, read off their snapshots: hand-offs, peers, the tier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Partial chunks by the chunk that they follow and by length: a few are found without a look at the others."""
+"""Chunks by the one they follow and by their first block: found without a look at all the others."""
 
 from __future__ import annotations
 

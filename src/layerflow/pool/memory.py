@@ -1,4 +1,4 @@
-"""The embedded pool: objects in the arena, and nothing behind it."""
+"""The embedded pool: objects in the arena, their room and headers, and nothing behind it."""
 
 from __future__ import annotations
 

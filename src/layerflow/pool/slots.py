@@ -2,7 +2,7 @@
 
 Objects of one size lie at one stride, so that the same layer of consecutive chunks is one strided
 copy. An extent of slots belongs to its size class while any slot is in use; empty, it goes back to the
-common stock (:mod:`layerflow.pool.slots`), where another size may take it.
+common stock (:class:`FreeRuns`), where another size may take it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every request of one proxy works on."""
+"""What every request of one proxy works on: its engines, its figures, and what it has measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One engine behind the proxy: its connections, its health, what it has to do."""
+"""The engines behind the proxy: who they are, who is well, who gets the next request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One call to an engine: which headers it gets, what its failures mean, and how much of its answer is kept."""
+"""One HTTP call to one engine, the prefill's or the decode's leg: what its failures mean, what counts as an answer."""
 
 from __future__ import annotations
 

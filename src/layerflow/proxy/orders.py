@@ -1,4 +1,4 @@
-"""Which way a request goes: the order that is set, a decoder alone, or prompt by prompt."""
+"""The orders in which prefill and decode engines are asked, and which of them a request takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client's request, as far as the proxy reads it."""
+"""A client's request and its body, as far as the proxy reads them."""
 
 from __future__ import annotations
 

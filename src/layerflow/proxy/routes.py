@@ -1,4 +1,4 @@
-"""The proxy's paths, on its port and on its admin socket."""
+"""The proxy's paths, on its port and on its admin socket, and what each of them answers."""
 
 from __future__ import annotations
 

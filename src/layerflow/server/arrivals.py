@@ -1,4 +1,4 @@
-"""The book of objects on their way from the tier into the arena.
+"""The books of objects on their way into the arena: fetched from a tier or a peer, or stored by a step and followed.
 
 What moves when, for whom and until when is the core's (:mod:`layerflow.flow.arrivals`). Here is what the core
 does not know: which objects they are, where they have room in the arena, and who leases them once they have come.

@@ -1,4 +1,4 @@
-"""Clients that come, connect at the fd server, fall silent and go."""
+"""Who is attached: clients that come, fall silent and go, what each may do, and their messages in turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step's objects: which lie where (loads), which get room (saves), and what the core is told of them."""
+"""A step's plan: where its loads lie, which room its saves get, what the core is told and the server remembers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lookups over the arena and what lies behind it: what is there, and what to bring for a hit."""
+"""Where hits are searched, in the arena and behind it, and what is brought for one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the settings mean for the core and for clients: its limits, and the terms that they keep to."""
+"""What the settings mean: for the core's limits, for clients' terms, and for what lies behind the arena."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this machine has: memory and its limits, huge pages, file systems, devices."""
+"""What this machine has: memory, its nodes (NUMA) and limits, huge pages, file systems, devices."""
 
 from __future__ import annotations
 

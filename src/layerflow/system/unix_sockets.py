@@ -1,4 +1,4 @@
-"""Unix sockets that only this user's processes can connect to."""
+"""Unix sockets that only this user's processes can connect to, and the process at the other end of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The agent's own client of the pool: one per process, from the options in the server's Welcome.
+"""The agent's own client of the pool, and the watchdog that ends the process when one of its copies hangs.
 
 The library keeps one client per process whatever is made of it, its close takes seconds with the GIL held, and a
 process that ends without it aborts. So it is made once, and closed with the agent or at exit.

@@ -187,7 +187,7 @@ class DirectCopier:
     """A :class:`~layerflow.ops.base.Copier` for one batch of one step.
 
     Waits on the calling thread for what the copy comes after. The call itself cannot be called back: see
-    :mod:`layerflow.agent.direct.client`.
+    :class:`layerflow.agent.direct.client.Watchdog`.
     """
 
     way = "ranges"

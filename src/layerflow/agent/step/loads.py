@@ -1,4 +1,4 @@
-"""What has come of a step's loads, and what will not."""
+"""What has come of a step's loads, what will not, and whether their objects are still where the hits found them."""
 
 from __future__ import annotations
 

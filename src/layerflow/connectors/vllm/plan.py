@@ -239,7 +239,7 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
     :param work: new tokens and their context, see :func:`layerflow.agent.costs.work_of`.
     :param unsure: the forward pass may compute on a load that has failed: the saves wait for a verdict.
     :param unkept: loads that vLLM was promised, by request, and that this plan has not: they have failed.
-    :param verdicts: on earlier plans that were unsure; see :mod:`.verdicts`.
+    :param verdicts: on earlier plans that were unsure; see :class:`Verdicts`.
     """
 
     step: int = 0

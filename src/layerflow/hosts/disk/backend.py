@@ -1,6 +1,6 @@
 """The disk tier: a folder of this machine behind the arena, which survives a restart.
 
-Options: ``path``, ``capacity`` (bytes), ``timeout_ms``. Plain files, one per object (``format.py``), read
+Options: ``path``, ``capacity`` (bytes), ``timeout_ms``. Plain files, one per object (``folder.py``), read
 straight into the arena; why no library keeps them is in docs/backends.md.
 """
 

@@ -1,4 +1,4 @@
-"""The disk tier's folder: who owns it, what is in it, and whether it is still there.
+"""The disk tier's folder: who owns it, how an object is stored in it, and whether it is still there.
 
 ::
 

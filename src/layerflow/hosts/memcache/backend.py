@@ -3,7 +3,7 @@
 Needs packages with leases and addresses (1.3). How many calls reach the MetaService does not depend on the number of
 layers: a write is a look, an allocation and a look, and the publication; a fetch a lease and a look. What is known of
 the library, and what layerflow does about it, is told where it is done: :mod:`.client` (its table of
-addresses), :mod:`.reading` (leases), :mod:`.writing` (two writers of one key).
+addresses), :class:`MemcacheReader` (leases), :class:`MemcacheWriter` (two writers of one key).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Mooncake's store client: its calls, what its codes mean, and its master."""
+"""Mooncake's store client: from options to one that is set up, its calls, codes and master, and the memory it gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a transfer library has to do for a windowed link."""
+"""Links over somebody else's transfer library, which never sees an arena: bytes pass through registered windows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A native library's client, reached only while it is open, and never closed under a call."""
+"""A native library's client, reached only while it is open and never closed under a call, and what it is made from."""
 
 from __future__ import annotations
 

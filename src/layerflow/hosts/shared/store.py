@@ -1,6 +1,6 @@
 """A store that nodes share, behind a native client: what the backends of Mooncake and memcache have in common.
 
-How objects are written and read is in :mod:`.open_write` and :mod:`.open_read`.
+Objects are written by a :class:`StoreWriter` and read by a :class:`StoreReader`.
 """
 
 from __future__ import annotations

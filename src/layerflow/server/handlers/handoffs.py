@@ -1,4 +1,4 @@
-"""Hand-offs as clients speak of them: opened, ended, released and watched."""
+"""Hand-offs as clients speak of them: opened, ended, released, watched; and parts kept for other servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One hand-off: its states, what it keeps, and who wants to hear of it."""
+"""One hand-off: its states, the objects that it keeps, and who wants to hear of it."""
 
 from __future__ import annotations
 

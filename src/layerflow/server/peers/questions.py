@@ -1,4 +1,4 @@
-"""What peers were asked: each question answered once, by its deadline, with what all of them lend."""
+"""What peers were asked and have lent: each question answered once, by its deadline, with all that they lend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeps one host process running: spawns it, watches that it answers, starts it anew when it has died."""
+"""Keeps one host process running: spawned, talked to, watched, its output logged, started anew when it has died."""
 
 from __future__ import annotations
 
@@ -392,7 +392,7 @@ class HostState:
 class HostProcess:
     """The host of one backend. All methods on one loop's thread, which must outlive the process.
 
-    :param backend: a name of :mod:`layerflow.hosts.process`.
+    :param backend: a name that :func:`layerflow.hosts.process.make` knows.
     :param options: its section of the configuration, JSON-ready.
     :param arena_fd: the arena's memfd; still the caller's.
     :param liveness_s: a process that answers no ping for so long is killed.

@@ -270,7 +270,7 @@ class Decoding:
     """One per scheduler's side, for its thread.
 
     :param control: releases what is known only when its request is over, on any thread.
-    :param layout: this engine's, see :mod:`.layouts`.
+    :param layout: this engine's, see :func:`.parts.layout_facts`.
     :param incarnation: of this engine.
     """
 

@@ -46,7 +46,7 @@ class PrefillHandoff:
 class Prefilling:
     """One per scheduler's side, for its thread.
 
-    :param layout: this engine's, see :mod:`.layouts`.
+    :param layout: this engine's, see :func:`.parts.layout_facts`.
     :param servers: where others find what this engine stores.
     :param others: servers of workers of this engine that are not attached to its scheduler's.
     :param incarnation: of this engine.

@@ -1,4 +1,4 @@
-"""What a worker tells vLLM, and the scheduler's side, of loads that have failed."""
+"""What became of a worker's transfers, as others are told: failed loads, stored chunks, copies that end late."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def all_failed(parts: Iterable[PartDescriptor], reason: str) -> LoadResult:
     return LoadResult(tuple(FailedBlocks(*of, tuple(blocks), reason) for of, blocks in lost.items()))
 
 
-# Which chunks a worker's saves have published, for :mod:`.events`.
+# Which chunks a worker's saves have published, for KV cache events.
 
 
 class StoredChunks:

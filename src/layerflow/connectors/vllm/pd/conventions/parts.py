@@ -41,7 +41,7 @@ class HandoffTerms:
     :param handoff: names the hand-off, everywhere.
     :param servers: control addresses of the servers that hold its objects; () = the one that both engines use.
     :param incarnation: of the engine that speaks: another one after each start.
-    :param layout: of the same engine, see :mod:`.layouts`; {} = not told.
+    :param layout: of the same engine, see :func:`.parts.layout_facts`; {} = not told.
     :param prompt: digest of the prompt's tokens, see :func:`prompt_digest`; "" = not told.
     :param tokens: leading tokens that the prefill engine has computed; 0 = not known yet.
     :param lease_s: how long the objects stay after the prefill without a claim, seconds; 0 = as the server says.
