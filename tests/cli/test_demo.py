@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import layerflow_cli.demo.run as course
-from layerflow.engine.request import Result
 from layerflow.errors import ConfigError, LayerflowError
 from layerflow.observe.trace import StepTrace
 from layerflow_cli.bench.harness import serving
@@ -18,6 +17,7 @@ from layerflow_cli.demo.engines import Answer
 from layerflow_cli.demo.outcome import Outcome, differing
 from layerflow_cli.demo.pd import run_pd_demo
 from layerflow_cli.demo.workload import SHAPES, Workload, suitable_link
+from layerflow_engine.request import Result
 
 PROGRESS = re.compile(r".+: \d+ of \d+ done, \d+ s")
 """On a busy machine a demo takes long enough to say where it is."""

@@ -39,9 +39,13 @@ def test_the_tour_goes_through_what_exists():
         places = re.findall(r"([\w/]+\.(?:py|c))(?::(\w+))?", picture)
         assert places
         for path, function in places:
-            named = [file for file in (ROOT / "src/layerflow").rglob(path.rpartition("/")[2]) if str(file).endswith(path)]
+            named = [
+                file for file in (ROOT / "src/layerflow").rglob(path.rpartition("/")[2]) if str(file).endswith(path)
+            ]
             assert named, f"{name}: no {path}"
-            assert not function or any(f"def {function}(" in file.read_text(encoding="utf-8") for file in named), function
+            assert not function or any(f"def {function}(" in file.read_text(encoding="utf-8") for file in named), (
+                function
+            )
 
 
 def test_every_setting_named_exists():

@@ -13,13 +13,13 @@ from e2e.children import PIPE, Child, follow_all, tokens_of
 from e2e.known import PATIENCE_S, KnownWorker, eventually, small_spec
 from e2e.stopping import stopped
 from layerflow.agent import Control
-from layerflow.engine import Engine, Result
-from layerflow.engine.config import TINY_GQA, TINY_HYBRID, TINY_MLA, EngineConfig
-from layerflow.engine.connection import StepHooks
-from layerflow.engine.glue import attach
-from layerflow.engine.handoff import DecodeConnection, PrefillConnection
-from layerflow.engine.texts import passage
 from layerflow_cli.bench.harness import ServerProcess
+from layerflow_engine import Engine, Result
+from layerflow_engine.config import TINY_GQA, TINY_HYBRID, TINY_MLA, EngineConfig
+from layerflow_engine.connection import StepHooks
+from layerflow_engine.glue import attach
+from layerflow_engine.handoff import DecodeConnection, PrefillConnection
+from layerflow_engine.texts import passage
 
 CHUNK = 64
 PROMPT = passage(300)

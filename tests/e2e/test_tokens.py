@@ -12,11 +12,11 @@ import pytest
 from e2e.known import PATIENCE_S, eventually
 from e2e.rounds import record, rounds
 from layerflow.agent import Agent
-from layerflow.engine import Engine
-from layerflow.engine.config import TINY_GQA, TINY_HYBRID, TINY_MLA, EngineConfig
-from layerflow.engine.glue import attach
-from layerflow.engine.texts import passage
 from layerflow_cli.bench.harness import ServerProcess
+from layerflow_engine import Engine
+from layerflow_engine.config import TINY_GQA, TINY_HYBRID, TINY_MLA, EngineConfig
+from layerflow_engine.glue import attach
+from layerflow_engine.texts import passage
 
 CHUNK = 64
 PATIENT = {"lookup_timeout_s": PATIENCE_S, "wait_s": PATIENCE_S}

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 
 from layerflow.agent import Ended, FailedBlocks, Hit, LoadResult, NoStep, StepRequest
-from layerflow.engine.config import EngineConfig
 from layerflow.keys import Chain, root_digest
 from layerflow.spec import ModelSpec
+from layerflow_engine.config import EngineConfig
 
 Tensors = Mapping[int, Mapping[str, torch.Tensor]]
 

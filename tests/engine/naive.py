@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from layerflow.engine.attention.tile import ROPE_BASE
-from layerflow.engine.config import EngineConfig
+from layerflow_engine.attention import ROPE_BASE
+from layerflow_engine.config import EngineConfig
 
 
 def norm(x):

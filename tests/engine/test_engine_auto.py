@@ -4,11 +4,10 @@ import pytest
 from fake_agent import FakeAgent, FakePool
 
 from layerflow.agent import Mode
-from layerflow.engine import Engine
-from layerflow.engine.config import TINY_GQA
-from layerflow.engine.glue import LayerflowConnection
-from layerflow.engine.identity import model_spec
-from layerflow.engine.texts import passage
+from layerflow_engine import Engine
+from layerflow_engine.config import TINY_GQA, model_spec
+from layerflow_engine.glue import LayerflowConnection
+from layerflow_engine.texts import passage
 
 PROMPT = passage(229)
 

@@ -5,12 +5,11 @@ import pytest
 import torch
 from fake_agent import FakeAgent, FakePool, hit_of
 
-import layerflow.engine.glue
-from layerflow.engine import Engine
-from layerflow.engine.config import GQA, HYBRID, MLA, TINY_COMPRESSED, TINY_GQA, TINY_HYBRID, TINY_MLA
-from layerflow.engine.glue import LayerflowConnection
-from layerflow.engine.identity import model_spec
-from layerflow.engine.texts import passage
+import layerflow_engine.glue
+from layerflow_engine import Engine
+from layerflow_engine.config import GQA, HYBRID, MLA, TINY_COMPRESSED, TINY_GQA, TINY_HYBRID, TINY_MLA, model_spec
+from layerflow_engine.glue import LayerflowConnection
+from layerflow_engine.texts import passage
 
 TINY = pytest.mark.parametrize(
     "config", [TINY_GQA, TINY_MLA, TINY_HYBRID, TINY_COMPRESSED], ids=lambda config: config.name
@@ -217,4 +216,4 @@ def test_the_presets_move_kilobytes_per_token_and_layer(config):
 
 
 def test_the_example_stays_short():
-    assert len(Path(layerflow.engine.glue.__file__).read_text().splitlines()) < 200
+    assert len(Path(layerflow_engine.glue.__file__).read_text().splitlines()) < 200

@@ -4,9 +4,9 @@ import naive
 import pytest
 import torch
 
-from layerflow.engine import Engine
-from layerflow.engine.config import TINY_COMPRESSED, TINY_GQA, TINY_HYBRID, TINY_MLA, EngineConfig
-from layerflow.engine.texts import QUESTIONS, passage
+from layerflow_engine import Engine
+from layerflow_engine.config import TINY_COMPRESSED, TINY_GQA, TINY_HYBRID, TINY_MLA, EngineConfig
+from layerflow_engine.texts import QUESTIONS, passage
 
 TINY = pytest.mark.parametrize(
     "config", [TINY_GQA, TINY_MLA, TINY_HYBRID, TINY_COMPRESSED], ids=lambda config: config.name

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from layerflow.engine import Engine
-from layerflow.engine.cache import NO_BLOCK, BlockAllocator, PagedCache
-from layerflow.engine.config import TINY_COMPRESSED, TINY_GQA, TINY_HYBRID, TINY_MLA
-from layerflow.engine.texts import library, passage
+from layerflow_engine import Engine
+from layerflow_engine.cache import NO_BLOCK, BlockAllocator, PagedCache
+from layerflow_engine.config import TINY_COMPRESSED, TINY_GQA, TINY_HYBRID, TINY_MLA
+from layerflow_engine.texts import library, passage
 
 
 def test_an_allocator_never_hands_out_the_null_block_and_refuses_double_frees():

@@ -6,11 +6,11 @@ import pytest
 from fake_agent import hit_of
 
 from layerflow.config.settings import PoolSettings, Settings
-from layerflow.engine import Engine
-from layerflow.engine.config import TINY_COMPRESSED, TINY_GQA, TINY_HYBRID, TINY_MLA
-from layerflow.engine.glue import LayerflowConnection, attach
-from layerflow.engine.texts import passage
 from layerflow.server.embedded import EmbeddedServer
+from layerflow_engine import Engine
+from layerflow_engine.config import TINY_COMPRESSED, TINY_GQA, TINY_HYBRID, TINY_MLA
+from layerflow_engine.glue import LayerflowConnection, attach
+from layerflow_engine.texts import passage
 
 TINY = pytest.mark.parametrize(
     "config", [TINY_GQA, TINY_MLA, TINY_HYBRID, TINY_COMPRESSED], ids=lambda config: config.name

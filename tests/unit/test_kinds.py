@@ -22,7 +22,7 @@ class EveryOther(Kind):
 """
 USE = """
 from layerflow.connectors.vllm.reuse import kind_of
-from layerflow.engine.config import GQA
+from layerflow_engine.config import GQA
 from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
 
 group = GroupSpec("every_other", 16, (0, 1), (Plane("k", "float16", (64,)),))

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 
 from layerflow.agent import Hit, Mode
-from layerflow.engine import Engine
-from layerflow.engine.config import GQA
-from layerflow.engine.glue import LayerflowConnection, attach
 from layerflow.errors import LayerflowError
 from layerflow_cli.bench.harness import WARM_TIMEOUT_S, serving
+from layerflow_engine import Engine
+from layerflow_engine.config import GQA
+from layerflow_engine.glue import LayerflowConnection, attach
 
 CHUNK_TOKENS = 64
 NEW_TOKENS = 64

@@ -21,14 +21,14 @@ import numpy as np
 import torch
 
 from layerflow.agent import StepRequest
-from layerflow.engine import Engine, NullConnection
-from layerflow.engine.config import PRESETS
-from layerflow.engine.connection import Connection, StepHooks
-from layerflow.engine.glue import LayerflowConnection, attach
-from layerflow.engine.request import Request, TokenSpan
 from layerflow.errors import LayerflowError
 from layerflow_cli.bench.harness import WARM_TIMEOUT_S, Percentiles, percentiles, serving
 from layerflow_cli.bench.overlap import multiplying
+from layerflow_engine import Engine, NullConnection
+from layerflow_engine.config import PRESETS
+from layerflow_engine.connection import Connection, StepHooks
+from layerflow_engine.glue import LayerflowConnection, attach
+from layerflow_engine.request import Request, TokenSpan
 
 WAIT_S = 60.0
 BETWEEN_MS = 1.0

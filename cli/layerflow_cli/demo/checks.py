@@ -8,11 +8,11 @@ from types import TracebackType
 import numpy as np
 import torch
 
-from layerflow.engine.cache import PagedCache
-from layerflow.engine.connection import StepHooks
-from layerflow.engine.glue import LayerflowConnection
-from layerflow.engine.request import TokenSpan
 from layerflow_cli.demo.engines import KvBytes
+from layerflow_engine.cache import PagedCache
+from layerflow_engine.connection import StepHooks
+from layerflow_engine.glue import LayerflowConnection
+from layerflow_engine.request import TokenSpan
 
 
 def wrong_bytes(expected: KvBytes, found: KvBytes) -> int:

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 
 from layerflow.agent import Agent
-from layerflow.engine import Engine, Result, StepReport
-from layerflow.engine.cache import NULL_BLOCK
-from layerflow.engine.connection import StepHooks
-from layerflow.engine.glue import LayerflowConnection, attach
-from layerflow.engine.request import TokenSpan
 from layerflow.errors import LayerflowError
 from layerflow.observe.trace import WHOLE_STEP, StepTrace
 from layerflow_cli.demo.workload import MAX_NEW_TOKENS, Workload
+from layerflow_engine import Engine, Result, StepReport
+from layerflow_engine.cache import NULL_BLOCK
+from layerflow_engine.connection import StepHooks
+from layerflow_engine.glue import LayerflowConnection, attach
+from layerflow_engine.request import TokenSpan
 
 SETTLE_TIMEOUT_S = 60.0
 SPOILT_BYTE = 0x55

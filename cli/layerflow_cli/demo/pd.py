@@ -21,9 +21,6 @@ from typing import Any, Literal
 import torch
 from rich.table import Table
 
-from layerflow.engine import Engine
-from layerflow.engine.glue import attach
-from layerflow.engine.handoff import DecodeConnection, PrefillConnection
 from layerflow.errors import ConfigError, LayerflowError
 from layerflow.observe.logs import configure as configure_logs
 from layerflow.observe.timeline import render as render_timeline
@@ -36,6 +33,9 @@ from layerflow_cli.demo.outcome import differing
 from layerflow_cli.demo.report import EXIT_WRONG
 from layerflow_cli.demo.workload import MAX_NEW_TOKENS, Workload, chosen_shapes, suitable_link
 from layerflow_cli.output import console, progress, write_json
+from layerflow_engine import Engine
+from layerflow_engine.glue import attach
+from layerflow_engine.handoff import DecodeConnection, PrefillConnection
 
 WAIT_S = 120.0
 DEFAULT_RUNS = 3

@@ -13,7 +13,6 @@ import torch
 
 from layerflow.config.pool import MEMORY
 from layerflow.device import device_for
-from layerflow.engine import Engine
 from layerflow.errors import ConfigError, LayerflowError
 from layerflow.observe.logs import configure as configure_logs
 from layerflow_cli.demo import checks
@@ -23,6 +22,7 @@ from layerflow_cli.demo.pool import PoolUsed, pool_of
 from layerflow_cli.demo.report import Link, report
 from layerflow_cli.demo.workload import Workload, chosen_shapes, suitable_link
 from layerflow_cli.output import console, progress
+from layerflow_engine import Engine
 
 MIB = 1 << 20
 COLD, AGAIN = 0, 1

@@ -7,11 +7,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from layerflow.engine import PRESETS, EngineConfig
-from layerflow.engine.config import CacheGroup
-from layerflow.engine.texts import QUESTIONS, passage
 from layerflow.errors import ConfigError
 from layerflow.kinds import KINDS, Kind
+from layerflow_engine import PRESETS, EngineConfig
+from layerflow_engine.config import CacheGroup
+from layerflow_engine.texts import QUESTIONS, passage
 
 SHAPES = {
     "gqa": "grouped-query attention",

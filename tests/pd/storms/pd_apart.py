@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from e2e.children import PIPE
 
-from layerflow.engine import Engine
-from layerflow.engine.cache import PagedCache
-from layerflow.engine.config import TINY_GQA, TINY_HYBRID, TINY_MLA
-from layerflow.engine.connection import StepHooks
-from layerflow.engine.glue import LayerflowConnection, attach
-from layerflow.engine.handoff import DecodeConnection, PrefillConnection
-from layerflow.engine.model import Forward, Transformer
-from layerflow.engine.request import Request, TokenSpan
 from layerflow_cli.demo.engines import spoil
+from layerflow_engine import Engine
+from layerflow_engine.cache import PagedCache
+from layerflow_engine.config import TINY_GQA, TINY_HYBRID, TINY_MLA
+from layerflow_engine.connection import StepHooks
+from layerflow_engine.glue import LayerflowConnection, attach
+from layerflow_engine.handoff import DecodeConnection, PrefillConnection
+from layerflow_engine.model import Forward, Transformer
+from layerflow_engine.request import Request, TokenSpan
 
 CHUNK = 64
 MAX_TOKENS = 8

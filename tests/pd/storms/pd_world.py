@@ -17,8 +17,8 @@ from pd_apart import MAX_TOKENS, Decoder, Prefiller, Told, alone, serve_engine
 from pd_balance import Balance, Patience
 from peers.relay import Relay
 
-from layerflow.engine.texts import passage
 from layerflow_cli.bench.harness import ServerProcess
+from layerflow_engine.texts import passage
 from layerflow_testing.ports import held_ports
 
 PROMPT_TOKENS = 420

@@ -5,7 +5,8 @@ own blocks. *In the background*: the request waits, vLLM goes on with others, an
 Layer-wise loading is the first, bulk the second; :mod:`.loads` says which hits of models with several cache groups may
 take the first.
 
-Loads can fail, also on another rank, while later steps are planned already: :class:`.plan.Verdicts` says whose saves count.
+Loads can fail, also on another rank, while later steps are planned already: :class:`.plan.Verdicts` says whose saves
+count.
 """
 
 from __future__ import annotations

@@ -18,15 +18,15 @@ import structlog
 from layerflow.agent import MISS, Agent, Hit, Mode, StepRequest
 from layerflow.agent import NoStep as NothingToMove
 from layerflow.agent import Step as AgentStep
-from layerflow.engine.connection import NoStep, StepHooks
-from layerflow.engine.engine import Engine
-from layerflow.engine.identity import model_spec
-from layerflow.engine.request import Request, TokenSpan
 from layerflow.keys import Chain
 from layerflow.spec import DEFAULT_CHUNK_TOKENS
+from layerflow_engine.config import model_spec
+from layerflow_engine.connection import NoStep, StepHooks
+from layerflow_engine.engine import Engine
+from layerflow_engine.request import Request, TokenSpan
 
 ModeSetting = Literal["auto", "layerwise", "bulk"]
-log = structlog.get_logger("layerflow.engine")
+log = structlog.get_logger("layerflow_engine")
 
 
 def attach(

@@ -6,10 +6,14 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from layerflow.spec import DTYPE_BYTES
+import torch
+
+from layerflow.content import content_of_tensors
+from layerflow.spec import DEFAULT_CHUNK_TOKENS, DTYPE_BYTES, GroupSpec, ModelSpec, Plane
 
 VOCABULARY = 256  # tokens are bytes
 ROW_SPAN = 2  # a compressed row is made of the tokens that it stands for, and of as many before them
@@ -254,3 +258,27 @@ TINY_COMPRESSED = dataclasses.replace(
 PRESETS = {
     config.name: config for config in (GQA, MLA, HYBRID, COMPRESSED, TINY_GQA, TINY_MLA, TINY_HYBRID, TINY_COMPRESSED)
 }
+
+
+# What the reference engine caches, precisely enough that equal keys mean equal bytes.
+
+
+_BESIDE_THE_CONTENT = ("name", "num_blocks", "max_positions", "step_tokens")  # they change no cached bytes
+
+
+def model_spec(
+    config: EngineConfig, weights: Mapping[str, torch.Tensor], chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+) -> ModelSpec:
+    """What this engine caches, so that any engine with the same bytes computes the same keys."""
+    facts = {name: value for name, value in dataclasses.asdict(config).items() if name not in _BESIDE_THE_CONTENT}
+    groups = tuple(
+        GroupSpec(g.kind, g.block_size, g.layers, tuple(Plane(*plane) for plane in g.planes), g.window, ratio=g.ratio)
+        for g in config.groups
+    )
+    return ModelSpec(
+        config.name,
+        content_of_tensors(facts, weights),
+        groups,
+        attention="layerflow-reference/1",
+        chunk_tokens=chunk_tokens,
+    )

@@ -14,11 +14,11 @@ from dataclasses import replace
 import structlog
 
 from layerflow.agent import Agent, Follow, Hit, Mode, StepRequest
-from layerflow.engine.glue import LayerflowConnection, ModeSetting
-from layerflow.engine.request import Request, RequestStatus, TokenSpan
 from layerflow.keys import Chain
+from layerflow_engine.glue import LayerflowConnection, ModeSetting
+from layerflow_engine.request import Request, RequestStatus, TokenSpan
 
-log = structlog.get_logger("layerflow.engine")
+log = structlog.get_logger("layerflow_engine")
 
 
 class PrefillConnection(LayerflowConnection):

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from types import TracebackType
 from typing import Protocol
 
-from layerflow.engine.request import Request, TokenSpan
+from layerflow_engine.request import Request, TokenSpan
 
 
 class StepHooks(Protocol):

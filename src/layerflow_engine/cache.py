@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from layerflow.engine.config import CacheGroup, EngineConfig, PlaneSize
+from layerflow_engine.config import CacheGroup, EngineConfig, PlaneSize
 
 ALIGNMENT = 64  # bytes: where a cache begins within a block
 NULL_BLOCK = 0  # what a table's missing entry reads as; zeros, never handed out and never written

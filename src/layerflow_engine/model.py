@@ -9,15 +9,21 @@ from dataclasses import dataclass, field
 
 import torch
 
-from layerflow.engine.attention.base import Attention, Shapes, Weights, normed
-from layerflow.engine.attention.compressed import CompressedAttention
-from layerflow.engine.attention.grouped import GroupedQuery
-from layerflow.engine.attention.latent import LatentAttention
-from layerflow.engine.attention.tile import Tile, TilePages
-from layerflow.engine.cache import PagedCache
-from layerflow.engine.config import VOCABULARY, EngineConfig
-from layerflow.engine.connection import StepHooks
-from layerflow.engine.request import TokenSpan
+from layerflow_engine.attention import (
+    Attention,
+    CompressedAttention,
+    GroupedQuery,
+    LatentAttention,
+    Shapes,
+    Tile,
+    TilePages,
+    Weights,
+    normed,
+)
+from layerflow_engine.cache import PagedCache
+from layerflow_engine.config import VOCABULARY, EngineConfig
+from layerflow_engine.connection import StepHooks
+from layerflow_engine.request import TokenSpan
 
 _ATTENTION: dict[str, type[GroupedQuery] | type[LatentAttention] | type[CompressedAttention]] = {
     "full": GroupedQuery,

@@ -1,1 +1,0 @@
-"""One file per way to attend; :mod:`.base` says what all of them do."""
