@@ -106,3 +106,22 @@ async def test_a_request_s_head_has_to_come(monkeypatch: pytest.MonkeyPatch, sai
         world.server.should_exit = True
         await serving
         world.listener.close()
+
+
+async def test_an_idle_connection_is_kept_longer_than_clients_keep_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert http_server.KEEP_ALIVE_S > 60, "nginx and AWS's load balancers keep theirs for 60 s"
+    monkeypatch.setattr(http_server, "KEEP_ALIVE_S", 1)
+    world = World()
+    world.may_answer.set()
+    serving = asyncio.create_task(world.server.serve_on(world.listener))
+    try:
+        reader, writer = await world.connect(GET)
+        async with asyncio.timeout(PATIENCE_S):
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            assert await reader.readexactly(3) == b"yes"
+            assert await reader.read() == b"", "it ends after that time, not never"
+        writer.close()
+    finally:
+        world.server.should_exit = True
+        await serving
+        world.listener.close()
