@@ -18,9 +18,9 @@ from layerflow.system.descriptors import FOR_HTTP, leaves
 _SHUTDOWN_S = 1
 MAX_CONNECTIONS = 64
 KEEP_ALIVE_S = 75
-"""How long a connection may be without a request, in whole seconds. Clients and load balancers keep theirs for less (httpx
-5 s, nginx and AWS's 60 s) and close first; else a request may be on its way to a connection that is gone. An idle
-connection holds up nobody, see :class:`UvicornServer`."""
+"""How long a connection may be without a request, in whole seconds. Clients and load balancers keep theirs for less
+(httpx 5 s, nginx and AWS's 60 s) and close first; else a request may be on its way to a connection that is gone. An
+idle connection holds up nobody, see :class:`UvicornServer`."""
 HEAD_S = 8.0
 """How long a request's head may take, from the connection or from its first byte, in seconds."""
 
