@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from layerflow.expiring import ExpiringSet
 from layerflow.keys import covered_by
 from layerflow.places import NOWHERE, Places, is_placed, unpack_places
 from layerflow.spec import ModelSpec
@@ -115,7 +116,7 @@ class PlansInHand:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._plans: dict[int, tuple[str, HitPlan, float]] = {}
-        self._used: dict[str, None] = {}
+        self._used: ExpiringSet[str] = ExpiringSet(MOST_USED)
 
     def give(self, request: str, plan: HitPlan, until: float) -> list[int]:
         """A lookup's. Earlier ones of the request are void: their numbers.
@@ -123,7 +124,7 @@ class PlansInHand:
         :param until: monotonic seconds; unused, it is void then.
         """
         with self._lock:
-            self._used.pop(request, None)
+            self._used.discard(request)
             void = self._void(request)
             self._plans[plan.number] = request, plan, until
             return void
@@ -135,15 +136,13 @@ class PlansInHand:
                 return False
             plan.users.add(user)
             if self._plans.pop(plan.number, None) is not None:
-                self._used[request] = None
-                while len(self._used) > MOST_USED:
-                    del self._used[next(iter(self._used))]
+                self._used.add(request)
             return True
 
     def drop(self, request: str) -> tuple[list[int], bool]:
-        """The request will not be loaded: numbers of its plans, which are void now; and was one of them used?"""
+        """Void the plans of a request that will not be loaded. Return their numbers, and whether one was used."""
         with self._lock:
-            return self._void(request), self._used.pop(request, 0) is None
+            return self._void(request), self._used.discard(request)
 
     def overdue(self, now: float) -> list[tuple[str, int]]:
         """Plans that were not used in time, which are void now: their requests and numbers."""

@@ -14,6 +14,7 @@ from typing import Any, Literal, TextIO, get_args
 import structlog
 
 from layerflow.errors import ConfigError
+from layerflow.expiring import ExpiringSet
 
 Format = Literal["console", "json"]
 LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -128,22 +129,18 @@ class SourceLogLimit:
 
     def __init__(self) -> None:
         self._all = LogLimit()
-        self._written: dict[str, float] = {}  # when a line about each source was last written, longest ago first
+        self._written: ExpiringSet[str] = ExpiringSet(_MAX_SOURCES)  #: sources of which a line was just written
         self._left_out: dict[str, int] = {}
 
     def admit(self, now: float, source: str) -> int | None:
         """May a line about `source` be written? None = no; else how many were left out since the last one about it."""
-        last = self._written.get(source)
-        if last is not None and now - last < SOURCE_S:
+        if self._written.holds(source, now):
             self._left_out[source] = self._left_out.get(source, 0) + 1
             return None
         others = self._all.admit(now)
         if others is None:
             return None
-        self._written.pop(source, None)
-        self._written[source] = now
-        if len(self._written) > _MAX_SOURCES:
-            forgotten = next(iter(self._written))
-            del self._written[forgotten]
+        forgotten = self._written.add(source, now + SOURCE_S)
+        if forgotten is not None:
             self._left_out.pop(forgotten, None)
         return others + self._left_out.pop(source, 0)

@@ -12,6 +12,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from layerflow._version import __version__
+from layerflow.expiring import ExpiringSet
 from layerflow.observe.collectors import (
     CountsSeen,
     HandoffMetrics,
@@ -58,7 +59,7 @@ class ByEngine:
         self._counters: list[tuple[Counter, tuple[tuple[str, ...], ...]]] = []
         self.unlabelled: list[str] = []  #: names of those with no further label, without prefix
         self._pairs: OrderedDict[EngineLabels, EngineLabels] = OrderedDict()
-        self._gone: OrderedDict[str, None] = OrderedDict()
+        self._gone: ExpiringSet[str] = ExpiringSet(MAX_GONE)
         self.dropped: dict[tuple[str, str], float] = {}
 
     def counter(self, name: str, help_: str, *further: tuple[str, tuple[str, ...]]) -> Counter:
@@ -76,7 +77,7 @@ class ByEngine:
 
     def labels(self, pair: EngineLabels) -> EngineLabels:
         """The label values for this engine and model; the first time, all its series appear at 0."""
-        self._gone.pop(pair[0], None)
+        self._gone.discard(pair[0])
         shown = self._pairs.get(pair)
         if shown is not None:
             self._pairs.move_to_end(pair)
@@ -91,12 +92,11 @@ class ByEngine:
         return shown
 
     def gone(self, engine: str) -> None:
-        """No client of this engine is connected any more."""
+        """Note that no client of this engine is connected any more."""
         if not any(name == engine for name, _ in self._pairs):
             return
-        self._gone[engine] = None
-        if len(self._gone) > MAX_GONE:
-            oldest, _ = self._gone.popitem(last=False)
+        oldest = self._gone.add(engine)
+        if oldest is not None:
             for pair in [pair for pair in self._pairs if pair[0] == oldest]:
                 self._drop(pair)
 

@@ -7,13 +7,13 @@ does not know: which objects they are, where they have room in the arena, and wh
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import msgspec
 
+from layerflow.expiring import ExpiringSet
 from layerflow.flow.commands import Arrived, Call, LayersStored, ObjectsLost, TransferDone, Vacate
 from layerflow.flow.events import (
     CallDone,
@@ -327,6 +327,8 @@ def describe(placed: Sequence[tuple[NewObject, int]], layers: int) -> Objects:
 FollowCommand = Arrived | ObjectsLost | Vacate | TransferDone | LayersStored
 ALLOWED_S = 600.0
 """How long after its lookup a request's steps may follow what it has hit."""
+MOST_ALLOWED = 1 << 18
+"""Requests whose steps may follow. Of more, the steps of the oldest find their objects missing and compute them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -397,8 +399,7 @@ class Follows:
         self._jobs: dict[int, FollowJob] = {}
         self._coming: dict[bytes, PendingFollow] = {}
         self._held: dict[bytes, tuple[FollowJob, int]] = {}
-        # Soonest to end first: all last equally long. Thousands of requests are in it, and few end in a round.
-        self._allowed: OrderedDict[tuple[str, str], float] = OrderedDict()
+        self._allowed: ExpiringSet[tuple[str, str]] = ExpiringSet(MOST_ALLOWED)  #: engine and request
         self.objects = 0
         self.listener: LentListener | None = None
 
@@ -413,28 +414,29 @@ class Follows:
     # Whose requests may follow -------------------------------------------------------------------
 
     def allow(self, engine: str, request: str, now: float) -> None:
-        """This request has hit what is still to be stored: its steps may wait for that."""
-        self._allowed.pop((engine, request), None)
-        self._allowed[engine, request] = now + ALLOWED_S
+        """Let the steps of a request wait for objects that are still to be stored: its lookup has hit some."""
+        self._allowed.add((engine, request), now + ALLOWED_S)
 
     def disallow(self, engine: str, request: str) -> None:
-        """Its hit was dropped."""
-        self._allowed.pop((engine, request), None)
+        """Take that back: the request's hit was dropped."""
+        self._allowed.discard((engine, request))
 
     def allowed(self, engine: str, request: str) -> bool:
-        """May the request's steps wait for what is not stored?"""
+        """Return whether the request's steps may wait for objects that are not stored."""
         return (engine, request) in self._allowed
 
     def expire(self, now: float) -> None:
         """Forget requests that looked up long ago."""
-        while self._allowed and next(iter(self._allowed.values())) <= now:
-            self._allowed.popitem(last=False)
+        self._allowed.expire(now)
 
     # Loads ---------------------------------------------------------------------------------------
 
     def open(self, keys: Iterable[bytes], group: int, layers: Sequence[int]) -> None:
-        """Follow these objects of one group, as far as somebody stores them or keeps room; see :meth:`coming`.
+        """Register loads for objects that a step saves or a hand-off keeps room for; others are ignored.
 
+        :meth:`coming` then tells their places.
+
+        :param keys: of one group.
         :param layers: the model's layer numbers of the group.
         """
         saved: dict[StepKey, dict[bytes, int]] = {}

@@ -17,6 +17,7 @@ from layerflow._version import __version__
 from layerflow.boxes import Replica
 from layerflow.config.settings import Settings
 from layerflow.errors import ProtocolError
+from layerflow.expiring import ExpiringSet
 from layerflow.keys import covered_by
 from layerflow.server import terms as behind
 from layerflow.server.account import Account, Accounts, Charge, Refused
@@ -281,7 +282,7 @@ class Clients:
         self._send_greeting = send_greeting
         self._lose_session = lose
         self._suspect = suspect
-        self._greeted: dict[Address, None] = {}  # oldest first
+        self._greeted: ExpiringSet[Address] = ExpiringSet(MAX_GREETED)
         self._log = structlog.get_logger("layerflow.server")
 
     def greet(self, address: Address, frame: bytes) -> None:
@@ -293,17 +294,15 @@ class Clients:
             # Both ends compare: the client learns of a mismatch even where this end would not mind.
             self._send_greeting(address)
         codec.check_greeting(frame)
-        if len(self._greeted) >= MAX_GREETED:
-            del self._greeted[next(iter(self._greeted))]
-        self._greeted[address] = None
+        self._greeted.add(address)
 
     def greeted(self, address: Address) -> bool:
-        """Has this client greeted, and not said hello yet?"""
+        """Return whether this client has greeted and not said hello yet."""
         return address in self._greeted
 
     def take_greeting(self, address: Address) -> None:
         """This client has introduced itself as something else than a client."""
-        self._greeted.pop(address, None)
+        self._greeted.discard(address)
 
     def hello(self, address: Address, message: wire.ToServer, rights: Rights = HERE) -> None:
         """A client's first message: it has a session from now on, and is told what it needs to know.
@@ -313,7 +312,7 @@ class Clients:
         if not isinstance(message, wire.Hello):
             raise ProtocolError(f"{type(message).__name__} before Hello; introduce yourself first")
         rights.check(message)
-        self._greeted.pop(address, None)
+        self._greeted.discard(address)
         self._make_room_for_client()
         session = self._sessions.open(
             address, message.engine, message.client, message.pid, time.monotonic(), rights, name=message.name

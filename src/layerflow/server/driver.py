@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from layerflow.errors import InvalidTransition
+from layerflow.expiring import ExpiringSet
 from layerflow.flow import Flow
 from layerflow.flow.commands import (
     Arrived,
@@ -39,7 +40,7 @@ from layerflow.flow.events import BatchDone, Event, FrontierReached, Limits, Tic
 from layerflow.observe.metrics import Metrics
 from layerflow.pool.base import Pool
 from layerflow.server.arrivals import Follows
-from layerflow.server.planner import MissedTurns, StepBook
+from layerflow.server.planner import MOST_UNCLAIMED, StepBook
 from layerflow.wire.messages import (
     BROKEN,
     Batch,
@@ -64,7 +65,8 @@ class Driver:
     :param send: queue a message for a session.
     :param step_done: told of each finished step (session, loaded bytes, saved bytes).
 
-    `tier`: what lies behind the pool; None = nothing. `missed`: what equal workers did not store in their turn.
+    `tier`: what lies behind the pool; None = nothing. `unclaimed`: objects that a worker did not store in its turn: any
+    equal one may.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class Driver:
     ) -> None:
         self.flow = Flow(limits)
         self.tier: Sources | None = None
-        self.missed = MissedTurns()
+        self.unclaimed: ExpiringSet[bytes] = ExpiringSet(MOST_UNCLAIMED)
         self.follows = Follows(pool, self.emit, self._part_of)
         self.handoffs: Handoffs | None = None
         self._pool = pool
@@ -262,7 +264,9 @@ class Driver:
     def _settle(self, step: tuple[int, int], book: StepBook, keys: list[bytes], committed: bool, reason: str) -> None:
         if committed:
             self._pool.commit(keys, book.owner)
-            self.missed.drop(keys)
+            if self.unclaimed:
+                for key in keys:
+                    self.unclaimed.discard(key)
             if self.handoffs is not None:
                 self.handoffs.stored(keys, time.monotonic())
             if self.tier is not None:
@@ -272,7 +276,8 @@ class Driver:
             if self.handoffs is not None:
                 self.handoffs.lost(keys, reason)
             if book.in_turns:
-                self.missed.add(keys)
+                for key in keys:
+                    self.unclaimed.add(key)
 
     def _grant(self, session: int) -> Grant:
         grant = self._grants.get(session)

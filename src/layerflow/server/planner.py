@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import TYPE_CHECKING
@@ -214,42 +214,16 @@ def _bring(
 # The objects that a step saves: which of them this worker stores, and their room.
 
 
-MOST_MISSED = 16_384
-"""Objects that are remembered; of more, the oldest are their worker's turn again."""
+MOST_UNCLAIMED = 16_384
+"""Objects that a worker did not store in its turn, so that any equal worker may; of more, the oldest are its turn
+again.
+
+A worker whose saves are shed again and again would leave its share of every prompt unstored otherwise, and a hit ends
+at the first object that is missing.
+"""
 
 Adopt = Callable[[Sequence[NewObject], Owner], Mapping[bytes, int]]
 """Takes room over that a hand-off has kept: of those objects that have some, where it is."""
-
-
-class MissedTurns:
-    """Where equal workers take turns, whoever computes such an object next may store it.
-
-    A worker whose saves are shed again and again would leave its share of every prompt unstored otherwise, and a hit
-    ends at the first object that is missing.
-    """
-
-    def __init__(self) -> None:
-        self._keys: dict[bytes, None] = {}
-
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._keys
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def add(self, keys: Iterable[bytes]) -> None:
-        """Saves of these were given up."""
-        for key in keys:
-            self._keys.pop(key, None)
-            self._keys[key] = None
-        while len(self._keys) > MOST_MISSED:
-            del self._keys[next(iter(self._keys))]
-
-    def drop(self, keys: Iterable[bytes]) -> None:
-        """These are stored."""
-        if self._keys:
-            for key in keys:
-                self._keys.pop(key, None)
 
 
 def plan_saves(
@@ -258,7 +232,7 @@ def plan_saves(
     saves: list[tuple[Wanted, list[NewObject]]],
     bad: set[str],
     replicas: Sequence[Replica],
-    missed: MissedTurns,
+    unclaimed: Container[bytes],
     adopt: Adopt,
 ) -> tuple[list[PlanPart], list[Part], int, dict[int, tuple[list[tuple[NewObject, int]], list[int]]]]:
     """The last of the results, by group: objects with their places, and each one's part."""
@@ -266,7 +240,7 @@ def plan_saves(
     placed: dict[int, tuple[list[tuple[NewObject, int]], list[int]]] = {}
     for position, (wanted, objects) in enumerate(saves):
         # What a request computes on top of a hit that is not there would be wrong: it is not stored.
-        turn = [replicas[wanted.group].stores(new.key) or new.key in missed for new in objects]
+        turn = [replicas[wanted.group].stores(new.key) or new.key in unclaimed for new in objects]
         mine = [] if wanted.request in bad else [*compress(objects, turn)]
         kept = adopt(mine, book.owner)
         room = pool.reserve(mine, book.owner)
@@ -298,7 +272,7 @@ def plan_step(
     message: OpenStep,
     checked: CheckedStep,
     replicas: Sequence[Replica],
-    missed: MissedTurns,
+    unclaimed: Container[bytes],
     handoffs: Handoffs,
     follows: Follows,
 ) -> Opening:
@@ -307,7 +281,7 @@ def plan_step(
     What the arena lacks is fetched from the tier.
 
     :param replicas: per group, which of the workers that hold the same heads this one is: they take turns in storing.
-    :param missed: what another one has not stored in its turn.
+    :param unclaimed: objects that another worker did not store in its turn.
     :param handoffs: those of the worker's engine have room for what they wait for.
     :param follows: what another step is still storing, for requests that may wait for it.
     """
@@ -321,7 +295,7 @@ def plan_step(
         else plan_loads(pool, tier, session, book, loads, handoffs, follows)
     )
     save_plan, save_parts, full, placed = plan_saves(
-        pool, book, saves, bad, replicas, missed, functools.partial(handoffs.adopt, session.engine)
+        pool, book, saves, bad, replicas, unclaimed, functools.partial(handoffs.adopt, session.engine)
     )
     opened = StepOpened(
         session.number,

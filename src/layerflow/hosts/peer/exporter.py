@@ -20,6 +20,7 @@ import structlog
 
 from layerflow.backends import named
 from layerflow.errors import LayerflowError, ProtocolError
+from layerflow.expiring import ExpiringSet
 from layerflow.hosts.arguments import connect
 from layerflow.hosts.backend import Unusable
 from layerflow.hosts.peer.grants import Grants, ReadGrant
@@ -123,7 +124,7 @@ class Links:
         self._incarnation, self._key, self._ended = incarnation, exporter_key, ended
         self._listener = socket.create_server(address, backlog=BACKLOG)
         self.port = int(self._listener.getsockname()[1])
-        self._greeting: dict[_Link, None] = {}  # oldest first
+        self._greeting: ExpiringSet[_Link] = ExpiringSet(MAX_GREETING)
         self._links: set[_Link] = set()
         self._lock = threading.Lock()
         self._read_bytes = self._read_objects = self._refused = self._failed_accepts = 0
@@ -165,17 +166,14 @@ class Links:
     def _begin(self, link: _Link) -> None:
         """:raises RuntimeError: there is no thread for it."""
         with self._lock:
-            oldest = next(iter(self._greeting)) if len(self._greeting) >= MAX_GREETING else None
-            if oldest is not None:
-                del self._greeting[oldest]  # its thread may end later; the next one to go is another
-            self._greeting[link] = None
+            oldest = self._greeting.add(link)  # its thread may end later; the next one to go is another
         if oldest is not None:
             oldest.hang_up()
         try:
             threading.Thread(target=self._serve, args=(link,), name="layerflow-link", daemon=True).start()
         except RuntimeError:
             with self._lock:
-                self._greeting.pop(link, None)
+                self._greeting.discard(link)
             raise
 
     def _serve(self, link: _Link) -> None:
@@ -194,7 +192,7 @@ class Links:
             self._refuse(link.address, str(error))
         finally:
             with self._lock:
-                self._greeting.pop(link, None)
+                self._greeting.discard(link)
                 self._links.discard(link)
             with contextlib.suppress(OSError):
                 connection.close()
@@ -205,9 +203,8 @@ class Links:
         :raises LinkFailed: there is no room for one more.
         """
         with self._lock:
-            if link not in self._greeting:
+            if not self._greeting.discard(link):
                 raise LinkClosed("it took too long to greet")
-            del self._greeting[link]
             own = [other for other in self._links if other.reader == reader]
             crowd = own if len(own) >= MAX_LINKS_OF_READER else self._links if len(self._links) >= MAX_LINKS else ()
             idle = min(crowd, key=lambda other: other.idle_since, default=None)

@@ -107,7 +107,7 @@ def _plan(context: ServerContext, session: ClientSession, message: wire.OpenStep
         message,
         checked,
         context.sessions.replicas_of(session),
-        context.driver.missed,
+        context.driver.unclaimed,
         context.handoffs,
         context.driver.follows,
     )

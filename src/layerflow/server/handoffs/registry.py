@@ -19,6 +19,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 
 import structlog
 
+from layerflow.expiring import ExpiringSet
 from layerflow.observe.logs import LogLimit
 from layerflow.pool.base import NewObject, Owner, Pool
 from layerflow.server.account import Charge
@@ -27,41 +28,13 @@ from layerflow.server.handoffs.handoff import REMEMBERED, Handoff, HandoffStatis
 from layerflow.spec import ModelSpec
 from layerflow.system.numbers import ascending
 
-# Hand-offs whose reader was gone before anybody opened them: an abort may be quicker than a prefiller's scheduler.
-
-
-class ReleasedEarly:
-    """Their names, each until a time; the last so many. `now` is monotonic seconds."""
-
-    def __init__(self) -> None:
-        self._until: dict[str, float] = {}
-
-    def add(self, name: str, until: float) -> None:
-        """Released; who opens it before `until` has nobody to open it for."""
-        self._until.pop(name, None)
-        if len(self._until) >= REMEMBERED:
-            del self._until[next(iter(self._until))]
-        self._until[name] = until
-
-    def holds(self, name: str, now: float) -> bool:
-        """Was it released, and not too long ago? What was is forgotten."""
-        if self._until.get(name, now) > now:
-            return True
-        self._until.pop(name, None)
-        return False
-
-    def forget(self, name: str) -> bool:
-        """A reader has come for it again; False = it was not released."""
-        return self._until.pop(name, None) is not None
-
-
 # How much of the arena hand-offs keep.
 
 
 class KeptObjects:
-    """Objects of hand-offs, each counted once however many keep it.
+    """Objects that hand-offs keep. Each is counted once, however many hand-offs keep it.
 
-    :ivar nbytes: of all.
+    :ivar nbytes: size of all of them together.
     """
 
     def __init__(self) -> None:
@@ -69,12 +42,12 @@ class KeptObjects:
         self._keepers: Counter[bytes] = Counter()
 
     def add(self, objects: Mapping[bytes, NewObject]) -> None:
-        """One more keeps these."""
+        """Count these for one more hand-off."""
         self.nbytes = self.nbytes_with(objects)
         self._keepers.update(objects.keys())
 
     def discard(self, objects: Mapping[bytes, NewObject]) -> None:
-        """One keeps these no more."""
+        """Stop counting these for one hand-off."""
         for key, new in objects.items():
             self._keepers[key] -= 1
             if not self._keepers[key]:
@@ -82,7 +55,7 @@ class KeptObjects:
                 self.nbytes -= new.nbytes
 
     def nbytes_with(self, objects: Mapping[bytes, NewObject]) -> int:
-        """Of all, were these kept, too."""
+        """Return the total size if these objects were kept in addition."""
         return self.nbytes + sum(new.nbytes for key, new in objects.items() if key not in self._keepers)
 
 
@@ -167,7 +140,8 @@ class Handoffs:
         self._kept = KeptObjects()
         self._kept_open = KeptObjects()  # of those that are not complete: nothing takes these back
         self._log_limit = LogLimit()
-        self._released_early = ReleasedEarly()
+        # An abort may be quicker than a prefiller's scheduler: names of hand-offs that were released before `open`.
+        self._released_early: ExpiringSet[str] = ExpiringSet(REMEMBERED)
         self._counts: Counter[str] = Counter()
 
     # Asked ---------------------------------------------------------------------------------------
@@ -215,7 +189,7 @@ class Handoffs:
     def announce(self, name: str, until: float) -> Handoff:
         """The hand-off of this name; one that nobody knows is announced, and forgotten at `until`."""
         known = self._by_name.get(name)
-        if self._released_early.forget(name) or known is None:
+        if self._released_early.discard(name) or known is None:
             known = self._begin(name)
             self._set_due(known, until)
         elif known.status is HandoffStatus.ANNOUNCED:
@@ -278,6 +252,7 @@ class Handoffs:
             return self._refused(name, f"a hand-off of this name is {known.status.value} already")
         if self._released_early.holds(name, time.monotonic()):
             return self._refused(name, "its reader has released it already")
+        self._released_early.discard(name)  # that time is over: readers of this one are others
         most = self._share() * self._room_bytes
         if (alone := prompt.nbytes(specs)) > most:
             return self._refused(name, f"it alone would keep {alone} bytes; pd.handoff_share allows {most:.0f}")
@@ -404,7 +379,7 @@ class Handoffs:
             self._close(handoff, HandoffStatus.RELEASED, "")
 
     def release(self, name: str, until: float) -> None:
-        """Nobody needs it any more. One that nobody has opened is refused to who opens it before `until`."""
+        """End a hand-off that no reader needs. One that is not open yet cannot be opened before `until`."""
         handoff = self._by_name.get(name)
         if handoff is None or handoff.status is HandoffStatus.ANNOUNCED:
             self._released_early.add(name, until)

@@ -99,7 +99,7 @@ class HandoffReading:
 
     def difference(self, servers: Sequence[Attachment], model: str) -> str:
         """The first fact in which one of these differs from the model that is read here; empty = none is known."""
-        known = self._source.comparison.differences
+        known = self._source.compatibility.differences
         return next((why for peer in servers if (why := known.get(peer.target.name, {}).get(model, ""))), "")
 
     def release(self, name: str, servers: Sequence[Attachment]) -> None:

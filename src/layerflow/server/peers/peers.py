@@ -62,7 +62,7 @@ def _peer(source: PeerSource, peer: Attachment) -> dict[str, Any]:
         "state": peer.state.value,
         "reason": peer.reason or peer.unreadable,
         "attempts": peer.attempts,
-        "differs": dict(source.comparison.differences.get(peer.target.name, {})),
+        "differs": dict(source.compatibility.differences.get(peer.target.name, {})),
         "leases": sum(1 for _ in source.offers.leases(peer)),
         "gbps": round(cost.bandwidth / 1e9, 3) if cost is not None else None,
         "latency_ms": round(cost.latency * 1e3, 3) if cost is not None else None,

@@ -14,7 +14,9 @@ from typing import NamedTuple
 
 import structlog
 
+from layerflow.config.peers import MAX_ATTACHED
 from layerflow.config.settings import Settings
+from layerflow.expiring import ExpiringSet
 from layerflow.flow.commands import Arrived, Call, ObjectsLost, TransferDone, Vacate
 from layerflow.flow.cost import LinkCost, LinkModel
 from layerflow.flow.events import Event, FetchAvailable, FetchFailed, Hop, HostLost
@@ -27,7 +29,7 @@ from layerflow.server.peers.attachment import Attachment, PeerNews, PeerTarget
 from layerflow.server.peers.parts import HandoffParts
 from layerflow.server.peers.questions import MARGIN, Offer, Offers, PeerAnswer, PeerQuestions, RemoteLease
 from layerflow.server.tier.host import HostProcess
-from layerflow.server.tier.index import NegativeCache
+from layerflow.server.tier.tier import MAX_HIDDEN_KEYS
 from layerflow.spec import ModelSpec, Shard
 from layerflow.wire import messages as wire
 from layerflow.wire.host_messages import Fetched, ToServer
@@ -47,8 +49,8 @@ MOST_MODELS = 256
 log = structlog.get_logger("layerflow.server.peers")
 
 
-class Comparison:
-    """What differs, told once and shown in status.
+class ModelCompatibility:
+    """Whether peers run the models of this server. What differs is logged once and shown in status.
 
     :param models: the specs that workers here are attached with. :param numbers: of everything that peers are asked.
     """
@@ -64,7 +66,7 @@ class Comparison:
             self.compare(peer, spec)
 
     def compare(self, peer: Attachment, spec: ModelSpec) -> None:
-        """Compare one."""
+        """Ask a peer whether its model is this one."""
         self._asked = {
             number: asked
             for number, asked in self._asked.items()
@@ -75,16 +77,16 @@ class Comparison:
             self._asked[number] = peer, spec
 
     def lost(self, peer: Attachment) -> None:
-        """It answers no more."""
+        """Forget questions that a peer will not answer."""
         self._asked = {number: asked for number, asked in self._asked.items() if asked[0] is not peer}
 
     def forget(self, peer: Attachment) -> None:
-        """It is attached no more."""
+        """Forget a peer that is not attached any more."""
         self.lost(peer)
         self.differences.pop(peer.target.name, None)
 
     def answered(self, peer: Attachment, message: wire.PeerCompared) -> None:
-        """It has compared."""
+        """Take note of a peer's answer."""
         known, spec = self._asked.pop(message.id, (None, None))
         if known is not peer or spec is None:
             return
@@ -293,11 +295,11 @@ class PeerSource:
         )
         self.offers = Offers()
         self._reading: dict[int, RemoteLease] = {}
-        self._failed_reads = NegativeCache()
-        self._resting: dict[Attachment, float] = {}
+        self._hidden: ExpiringSet[bytes] = ExpiringSet(MAX_HIDDEN_KEYS)  # their last read failed
+        self._resting: ExpiringSet[Attachment] = ExpiringSet(MAX_ATTACHED)  # their link has failed
         self.questions = PeerQuestions(self.offers, numbers)
         self.releases = PeerReleases()
-        self.comparison = Comparison(models, numbers)
+        self.compatibility = ModelCompatibility(models, numbers)
         self.partitions = PeerSizes(pool)
         self._parts = parts
         self.on_change: Callable[[Attachment | None], None] = lambda _: None  #: told when what can be read changes
@@ -339,10 +341,10 @@ class PeerSource:
         del self.peers[peer.target.name]
         peer.close()
         self.questions.lost(peer, "it is forgotten")
-        self.comparison.forget(peer)
+        self.compatibility.forget(peer)
         self.releases.forget(peer)
         self.costs.forget(peer.target.name)
-        self._resting.pop(peer, None)
+        self._resting.discard(peer)
 
     def needed(self, peer: Attachment) -> bool:
         """Is something of a peer leased, asked for, kept there, or to be told to it?"""
@@ -358,11 +360,12 @@ class PeerSource:
         return [key in self.fetches or self.offers.get(key, now) is not None for key in keys]
 
     def ask(self, keys: Sequence[bytes], then: Callable[[frozenset[bytes]], None], until: float) -> None:
-        """Which of `keys` do peers lend? Answered once, perhaps at once, by `until` (monotonic seconds)."""
+        """Call `then` once, perhaps at once, by `until` (monotonic seconds): with those of `keys` that peers lend."""
         now = time.monotonic()
         timeout_s = min(self._settings().peers.lookup_timeout_ms / 1e3, until - now)
         able = [peer for peer in self.peers.values() if self.able(peer, now)]
-        wanted = self._failed_reads.visible(keys, now)[:MAX_PEER_KEYS]
+        hidden = self._hidden.among(keys, now)
+        wanted = [key for key in keys if key not in hidden][:MAX_PEER_KEYS]
         if not wanted or not able or timeout_s <= 0:
             then(frozenset())
             return
@@ -375,12 +378,12 @@ class PeerSource:
         self.questions.ask(able, wanted, answered, timeout_s=timeout_s, lease_ms=lease_ms)
 
     def able(self, peer: Attachment, now: float) -> bool:
-        """Can it be read from now?"""
-        return self.host_up and peer.endpoint() is not None and self._resting.get(peer, 0.0) <= now
+        """Return whether a peer can be read from now."""
+        return self.host_up and peer.endpoint() is not None and not self._resting.holds(peer, now)
 
     def rests(self, peer: Attachment, now: float) -> float:
-        """In how many seconds the link to a peer is tried again after a failure; 0 = it is not at rest."""
-        return max(0.0, self._resting.get(peer, 0.0) - now)
+        """Return in how many seconds the link to a peer is tried again after a failure; 0 = it can be used."""
+        return self._resting.seconds_left(peer, now)
 
     def dear(self, keys: Iterable[bytes], compute_s: float, objects: int) -> frozenset[bytes]:
         """Of these, what would take longer to read than to compute, peer by peer; where nothing is known, nothing.
@@ -509,7 +512,7 @@ class PeerSource:
     def peer_up(self, peer: Attachment) -> None:
         """It can be read from: are its models those of this server?"""
         self.releases.peer_up(peer)
-        self.comparison.peer_up(peer)
+        self.compatibility.peer_up(peer)
 
     def peer_changed(self, peer: Attachment) -> None:
         """Its state, or where it can be read, is another."""
@@ -520,7 +523,7 @@ class PeerSource:
         self.partitions.learn(spec)
         for peer in self.peers.values():
             if peer.up:
-                self.comparison.compare(peer, spec)
+                self.compatibility.compare(peer, spec)
 
     def peer_lost(self, peer: Attachment, why: str) -> None:
         """What it has lent counts no more; what it was asked is not answered."""
@@ -530,7 +533,7 @@ class PeerSource:
         self.questions.lost(peer, why)
         if not peer.up:  # its exporter alone is another: what it keeps is still there
             self._parts.lost(peer, why)
-        self.comparison.lost(peer)
+        self.compatibility.lost(peer)
         self.watch_leases()
 
     def peer_said(self, peer: Attachment, message: PeerNews) -> None:
@@ -539,7 +542,7 @@ class PeerSource:
             case wire.PeerFound():
                 self.questions.answered(peer, message)
             case wire.PeerCompared():
-                self.comparison.answered(peer, message)
+                self.compatibility.answered(peer, message)
             case wire.PeerPartitions():
                 self.partitions.told(message)
             case wire.PeerHandoffState():
@@ -610,7 +613,7 @@ class PeerSource:
         """The link to a peer has failed: the importer reads nothing over it for a while, and lookups hit nothing."""
         lease = self._reading.get(message.id)
         if lease is not None and any(failure.outcome == ObjectStatus.FAILED for failure in message.failed):
-            self._resting[lease.peer] = time.monotonic() + LINK_REST_S
+            self._resting.add(lease.peer, time.monotonic() + LINK_REST_S)
 
     def counts(self) -> dict[str, int]:
         """By the names of :class:`layerflow.observe.collectors.PeerStatistics`."""
@@ -628,6 +631,6 @@ class PeerSource:
     def _read_failed(self, key: bytes, outcome: int, reason: str) -> None:
         name = ObjectStatus(outcome).name.lower()
         self.failures[f"fetch_{name}"] += 1
-        self._failed_reads.add(key, time.monotonic() + HIDE_S)
+        self._hidden.add(key, time.monotonic() + HIDE_S)
         self.offers.withdraw([key])
         log.warning("peer_read_failed", key=describe_key(key), outcome=name, reason=reason)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from layerflow.hosts.backend import IndexEntry
 from layerflow.pool.base import Child, Tail
 from layerflow.pool.chunk_index import SharedBlocks, Tails
 
-MAX_HIDDEN_KEYS = 65_536
 MAX_RECENT_CHUNKS = 16_384
 """Chunks of a pool that lists nothing, of which is remembered with which blocks they begin: some 700 bytes each."""
 
@@ -63,30 +61,3 @@ class TierIndex:
             self.tails.discard(entry.parent, Tail(entry.tokens, key), digested=bool(entry.block_digests))
         if entry.block_digests:
             self._shared.discard(key)
-
-
-class NegativeCache:
-    """Objects whose last read failed: not offered again for a while, so that a retry cannot loop. Bounded."""
-
-    def __init__(self) -> None:
-        self._until: OrderedDict[bytes, float] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._until)
-
-    def add(self, key: bytes, until: float) -> None:
-        """Not before `until`."""
-        self._until.pop(key, None)
-        self._until[key] = until
-        if len(self._until) > MAX_HIDDEN_KEYS:
-            self._until.popitem(last=False)
-
-    def discard(self, key: bytes) -> None:
-        """It was written anew."""
-        self._until.pop(key, None)
-
-    def visible(self, keys: Sequence[bytes], now: float) -> list[bytes]:
-        """Those of `keys` that may be offered."""
-        if not self._until:
-            return list(keys)
-        return [key for key in keys if self._until.get(key, now) <= now]

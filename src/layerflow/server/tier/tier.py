@@ -18,6 +18,7 @@ from typing import Any
 import structlog
 
 from layerflow.config.settings import PoolSettings
+from layerflow.expiring import ExpiringSet
 from layerflow.flow.commands import Arrived, Call, ObjectsLost, TransferDone, Vacate, WriteBegun, Written
 from layerflow.flow.events import Event, Hop, HostLost, WriteOpened
 from layerflow.hosts.backend import IndexEntry, ObjectStatus
@@ -27,7 +28,7 @@ from layerflow.pool.base import Child, NewObject, Pool, Tail
 from layerflow.pool.chunk_index import ANY_LENGTH, SharedBlocks
 from layerflow.server.arrivals import Fetches, PendingFetch, StepKey
 from layerflow.server.tier.host import HostProcess
-from layerflow.server.tier.index import MAX_RECENT_CHUNKS, NegativeCache, TierIndex
+from layerflow.server.tier.index import MAX_RECENT_CHUNKS, TierIndex
 from layerflow.server.tier.partitions import PartitionRegistry
 from layerflow.server.tier.writes import Writes
 from layerflow.system.numbers import ascending
@@ -131,6 +132,8 @@ def once(until: float, then: Callable[[], None]) -> Callable[[], None]:
 FREED_PER_SLICE = 2048
 """Entries of an index of no use any more that are freed before anything else may get its turn."""
 
+MAX_HIDDEN_KEYS = 65_536
+"""Objects that are not offered at a time; of more, those whose read failed first are offered again."""
 HIDE_S = 30.0
 """How long an object whose read failed is not offered: long enough for an engine to recompute and store it anew."""
 ASK_S = 5.0
@@ -168,7 +171,7 @@ class Tier:
         self._index = TierIndex()
         self._generation = self._coming = 0  # of the host's index: which is whole here, and which is being told
         self._recent = SharedBlocks(MAX_RECENT_CHUNKS)  # of a backend without an index: what this server wrote to it
-        self._failed_reads = NegativeCache()
+        self._hidden: ExpiringSet[bytes] = ExpiringSet(MAX_HIDDEN_KEYS)  # their last read failed: a retry must not loop
         self._clearing: dict[int, asyncio.Future[Cleared]] = {}
         self._numbers = ascending()
         self._host = HostProcess(name, options, *arena, self)
@@ -193,17 +196,18 @@ class Tier:
     # Lookups -------------------------------------------------------------------------------------
 
     def holds(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which of `keys` it certainly has, without asking: those on their way, and those in its index."""
+        """Return which of `keys` can be brought for certain: those on their way, and those in the tier's index."""
         known = self._index if self.up else ()
-        allowed = set(self._failed_reads.visible(keys, time.monotonic())) if len(self._failed_reads) else None
-        return [key in self._fetches or (key in known and (allowed is None or key in allowed)) for key in keys]
+        hidden = self._hidden.among(keys, time.monotonic())
+        return [key in self._fetches or (key in known and key not in hidden) for key in keys]
 
     def ask(self, keys: Sequence[bytes], then: Callable[[frozenset[bytes]], None], until: float | None = None) -> None:
-        """Which of `keys` can be brought? Answered once, perhaps at once.
+        """Call `then` once, perhaps at once, with those of `keys` that can be brought.
 
         :param until: the answer comes by then, monotonic seconds; None = within ``pool.lookup_timeout_ms``.
         """
-        wanted = self._failed_reads.visible(keys, time.monotonic()) if self.up and not self.indexed else []
+        hidden = self._hidden.among(keys, time.monotonic())
+        wanted = [key for key in keys if key not in hidden] if self.up and not self.indexed else []
         timeout_s = self.settings.lookup_timeout_ms / 1e3 if until is None else until - time.monotonic()
         if not wanted or timeout_s <= 0:
             then(frozenset())
@@ -218,10 +222,10 @@ class Tier:
             self._questions.ask(keys, then, ASK_S)
 
     def hide(self, keys: Sequence[bytes]) -> int:
-        """Reading these has failed: they are not offered for a while. How many there are."""
+        """Do not offer these for a while: reading them has failed. Return how many they are."""
         until = time.monotonic() + HIDE_S
         for key in keys:
-            self._failed_reads.add(key, until)
+            self._hidden.add(key, until)
         return len(keys)
 
     def tails(self, parent: bytes, most: int = ANY_LENGTH, *, undigested: bool = False) -> Iterator[Tail]:
@@ -243,12 +247,11 @@ class Tier:
         """
         if not self.up:
             return
-        now = time.monotonic()
-        allowed = set(self._failed_reads.visible([new.key for new in objects], now))
+        hidden = self._hidden.among([new.key for new in objects], time.monotonic())
         missing = [
             new
             for new in objects
-            if new.key in allowed and new.key not in self._fetches and (not self.indexed or new.key in self._index)
+            if new.key not in hidden and new.key not in self._fetches and (not self.indexed or new.key in self._index)
         ]
         if missing:
             self._fetches.begin(missing, layers, source)
@@ -373,7 +376,7 @@ class Tier:
             up=self.up,
             restarts=self._host.state.restarts,
             indexed_objects=len(self._index),
-            shunned_objects=len(self._failed_reads),
+            shunned_objects=len(self._hidden),
             fetching_jobs=len(fetches),
             writing_jobs=len(writes),
             backlog_bytes=writes.backlog_bytes,
@@ -445,7 +448,7 @@ class Tier:
     def _read_failed(self, key: bytes, outcome: int, reason: str) -> None:
         name = ObjectStatus(outcome).name.lower()
         self._outcomes[f"fetch_{name}"] += 1
-        self._failed_reads.add(key, time.monotonic() + HIDE_S)
+        self._hidden.add(key, time.monotonic() + HIDE_S)
         if outcome == ObjectStatus.BROKEN:
             self._index.discard([key])
         self._log.warning("fetch_failed", backend=self.name, key=describe_key(key), outcome=name, reason=reason)
@@ -455,7 +458,7 @@ class Tier:
             self._index.add([IndexEntry(new.key, new.blocks, new.tokens, new.parent)])
 
     def _written(self, new: NewObject) -> None:
-        self._failed_reads.discard(new.key)
+        self._hidden.discard(new.key)
         if self.indexed:
             self._index.add([IndexEntry(new.key, new.blocks, new.tokens, new.parent, new.block_digests)])
         elif new.block_digests:
@@ -465,6 +468,6 @@ class Tier:
         name = ObjectStatus(outcome).name.lower()
         self._outcomes[f"write_{name}"] += 1
         if outcome == ObjectStatus.EXISTS:
-            self._failed_reads.discard(key)
+            self._hidden.discard(key)
         else:
             self._log.warning("write_failed", backend=self.name, key=describe_key(key), outcome=name, reason=reason)
