@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import msgspec
 
@@ -269,6 +271,50 @@ class ModelSpec(msgspec.Struct, frozen=True):
             for index, layer in enumerate(group.layers)
         }
         return tuple(places[layer] for layer in range(self.num_layers))
+
+
+MOST_TEXT = 64
+"""Longer facts are told by their digest: requests carry them."""
+
+
+@functools.lru_cache(maxsize=64)
+def model_facts(spec: ModelSpec) -> Mapping[str, str]:
+    """Return by name the facts that two engines must share to read each other's objects.
+
+    They stand in the order in which they are compared. Their names and texts go from engine to engine with requests.
+    """
+    spec = spec.own
+    numbers = range(len(spec.groups))
+    return MappingProxyType(
+        {
+            "weights": _short(spec.content),
+            "dtype and quantisation": _short(spec.quantization),
+            "attention backend and layout": _short(spec.attention),
+            "chunk_tokens": str(spec.chunk_tokens),
+            "cache groups": " ".join(_group_fact(spec, number) for number in numbers),
+            "dtypes": _short(" ".join("/".join(plane.dtype for plane in group.planes) for group in spec.groups)),
+            "tensor size": "any" if spec.shard.shareable else str(spec.shard.tp_size),
+            "pipeline size": "any" if spec.shard.stages else str(spec.shard.pp_size),
+            "fingerprint": spec.fingerprint.hex(),
+        }
+    )
+
+
+def first_mismatch(mine: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, str, str] | None:
+    """Return the first fact of :func:`model_facts` that both tell and in which they differ: its name and both texts."""
+    return next(((fact, here, there) for fact, here in mine.items() if (there := theirs.get(fact, here)) != here), None)
+
+
+def _group_fact(spec: ModelSpec, number: int) -> str:
+    """Kind, tokens of a block, and bytes of a token in one layer: of one head where ranks may hold different ones."""
+    group, held = spec.groups[number], spec.box(number).heads if spec.shard.heads_of(number) else 1
+    window = f",window={group.window}" if group.window else ""
+    ratio = f",ratio={group.ratio}" if group.ratio > 1 else ""
+    return f"{group.kind}({group.block_size}{window}{ratio}):{sum(plane.token_bytes for plane in group.planes) // held}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MOST_TEXT else hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
 def _why_bound(group: GroupSpec) -> str:

@@ -18,15 +18,14 @@ from layerflow.connectors.vllm.pd.conventions.parts import (
     RefusedPart,
     Sizes,
     Words,
-    first_difference,
-    layout_facts,
+    layout_mismatch,
     prompt_digest,
     terms_in,
 )
 from layerflow.connectors.vllm.pd.conventions.reading import part_of
 from layerflow.connectors.vllm.pd.options import PdOptions, check_policy, parse_pd
 from layerflow.errors import ConfigError, ProtocolError
-from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
+from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard, model_facts
 
 PROMPT = [11, 12, 13]
 DIGEST = prompt_digest(PROMPT)
@@ -286,11 +285,11 @@ class TestLayouts:
         ],
     )
     def test_the_first_fact_that_differs_is_named(self, other: ModelSpec, about: str) -> None:
-        assert about in first_difference(layout_facts(spec()), layout_facts(other))
+        assert about in layout_mismatch(model_facts(spec()), model_facts(other))
 
     def test_equal_and_untold_facts_do_not_differ(self) -> None:
-        assert not first_difference(layout_facts(spec()), layout_facts(spec()))
-        assert not first_difference(layout_facts(spec()), {})
+        assert not layout_mismatch(model_facts(spec()), model_facts(spec()))
+        assert not layout_mismatch(model_facts(spec()), {})
 
 
 class TestOptions:

@@ -10,7 +10,7 @@ import pytest
 from layerflow.errors import SpecError
 from layerflow.kinds import KINDS, RecurrentState, Sliding
 from layerflow.objects import check_header, object_bytes, pack_header, plane_offsets
-from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
+from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard, first_mismatch, model_facts
 
 K, V = Plane("k", "bfloat16", (2, 64)), Plane("v", "bfloat16", (2, 64))
 
@@ -82,6 +82,46 @@ def test_what_changes_the_bytes_changes_the_fingerprint(other: ModelSpec) -> Non
 def test_names_and_ranks_do_not() -> None:
     assert model(name="other").fingerprint == model().fingerprint
     assert model(shard=Shard(0, 2)).fingerprint == model(shard=Shard(1, 2)).fingerprint
+
+
+HALF = (Plane("k", "bfloat16", (1, 64)), Plane("v", "bfloat16", (1, 64)))
+"""What each of two ranks holds of the planes above."""
+
+
+@pytest.mark.parametrize(
+    ("other", "fact"),
+    [
+        (model(content="d", chunk_tokens=512), "weights"),
+        (model(quantization="fp8"), "dtype and quantisation"),
+        (model(attention="flash/HND"), "attention backend and layout"),
+        (model(chunk_tokens=512), "chunk_tokens"),
+        (model(groups=(group(block_size=32),)), "cache groups"),
+        (model(groups=(group(kind="state"),)), "cache groups"),
+        (model(groups=(group(planes=(Plane("k", "float16", (2, 64)), V)),)), "dtypes"),
+        (model(shard=Shard(0, 2)), "tensor size"),
+        (model(shard=Shard(0, 1, 0, 2)), "pipeline size"),
+        (model(groups=(group(layers=(0, 1, 2)),)), "fingerprint"),
+    ],
+)
+def test_the_first_fact_that_differs_is_found(other: ModelSpec, fact: str) -> None:
+    found = first_mismatch(model_facts(model()), model_facts(other))
+    assert found == (fact, model_facts(model())[fact], model_facts(other)[fact])
+
+
+def test_facts_are_those_of_the_model_whoever_holds_it() -> None:
+    whole = model(shard=Shard(heads=(2,), stages=((2,),)))
+    half = model(name="other", groups=(group(planes=HALF),), shard=Shard(1, 2, heads=(2,), stages=((2,),)))
+    assert first_mismatch(model_facts(whole), model_facts(half)) is None
+
+
+def test_without_stages_workers_read_only_objects_of_their_tensor_size() -> None:
+    half = model(groups=(group(planes=HALF),), shard=Shard(1, 2, heads=(2,)))
+    found = first_mismatch(model_facts(model(shard=Shard(heads=(2,)))), model_facts(half))
+    assert found == ("tensor size", "1", "2")
+
+
+def test_a_fact_that_one_engine_does_not_tell_does_not_differ() -> None:
+    assert first_mismatch(model_facts(model()), {"chunk_tokens": "256", "unheard of": "x"}) is None
 
 
 def test_layers_know_their_places() -> None:

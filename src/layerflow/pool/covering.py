@@ -65,7 +65,7 @@ class CoveringPool(MemoryPool):
     def hear(self, model: bytes, shard: Shard) -> None:
         """Workers of this partition have stored behind the arena, or at a peer; those that attach here go before it."""
         known = self._partitions.get(model)
-        if known is None or not known.attached or not alike(shard, known.attached[0]):
+        if known is None or not known.attached or not same_model(shard, known.attached[0]):
             return
         if shard.tp_size * shard.pp_size > MOST_BOXES or shard in self._looked_for(known):
             return
@@ -192,8 +192,8 @@ class CoveringPool(MemoryPool):
         return [boxes[end] for boxes in self._alternatives.values() if end in boxes]
 
 
-def alike(shard: Shard, other: Shard) -> bool:
-    """Do these divide the same model? Of groups that can be cut, with as many heads and layers."""
+def same_model(shard: Shard, other: Shard) -> bool:
+    """Return whether these divide the same model: into as many heads and layers, and so that others can read them."""
     return (
         shard.shareable
         and shard.heads == other.heads

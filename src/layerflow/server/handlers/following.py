@@ -21,7 +21,7 @@ from layerflow.server.clients import ClientSession, Work
 from layerflow.server.handlers.asked import Asked, kept_bytes, read_lookup
 from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handlers.forget import REPLACED
-from layerflow.server.handoffs.handoff import Handoff, HandoffStatus, first_difference
+from layerflow.server.handoffs.handoff import Handoff, HandoffStatus, model_mismatch
 from layerflow.spec import ModelSpec
 from layerflow.wire import messages as wire
 
@@ -157,7 +157,7 @@ class FollowLookups:
         # Counted before anything is kept: a name that is announced is.
         charge = session.account.charge(_waiting(message), kept_bytes(message), always=now >= until)
         handoff = told or self._context.handoffs.announce(message.handoff, until)
-        why = first_difference(spec, handoff.spec) if handoff.status.readable and handoff.spec is not None else ""
+        why = model_mismatch(spec, handoff.spec) if handoff.status.readable and handoff.spec is not None else ""
         opened = handoff.status is HandoffStatus.OPEN and not why
         if handoff.status is HandoffStatus.ANNOUNCED or (opened and not self._readable_open(session, handoff)):
             if now < until:

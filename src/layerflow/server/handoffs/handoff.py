@@ -13,7 +13,7 @@ from layerflow.kinds import Kind
 from layerflow.objects import object_bytes
 from layerflow.pool.base import NewObject, Owner, Pool, ReserveStatus
 from layerflow.server.account import Charge
-from layerflow.spec import ModelSpec
+from layerflow.spec import ModelSpec, first_mismatch, model_facts
 
 
 class HandoffStatus(enum.Enum):
@@ -203,37 +203,21 @@ def distinct(specs: Iterable[ModelSpec]) -> list[ModelSpec]:
     return list(by_part.values())
 
 
-def first_difference(mine: ModelSpec, theirs: ModelSpec) -> str:
-    """The first fact in which two engines' caches differ, so that neither can read the other's; empty = none.
+def model_mismatch(mine: ModelSpec, theirs: ModelSpec) -> str:
+    """Return the first fact in which two engines' models differ, so that neither reads the other's objects; "" = none.
 
     :param mine: of the engine that reads. :param theirs: of the one that stores.
     """
-    mine, theirs = mine.own, theirs.own
-    facts = [
-        ("chunk_tokens", mine.chunk_tokens, theirs.chunk_tokens),
-        ("quantization", mine.quantization, theirs.quantization),
-        ("layout", mine.attention, theirs.attention),
-        ("cache groups", [group.kind for group in mine.groups], [group.kind for group in theirs.groups]),
-        ("dtype", _dtypes(mine), _dtypes(theirs)),
-        ("block_size", [group.block_size for group in mine.groups], [group.block_size for group in theirs.groups]),
-        ("weights", mine.content, theirs.content),
-    ]
-    for name, here, there in facts:
-        if here != there:
-            return f"{name}: {here} here, {there} there"
-    if mine.fingerprint != theirs.fingerprint:
-        return "layers, heads or sizes of the caches"
-    if mine.shard.tp_size != theirs.shard.tp_size and not (mine.shard.shareable and theirs.shard.shareable):
-        return f"tensor size: {mine.shard.tp_size} here, {theirs.shard.tp_size} there, of caches that cannot be cut"
-    return ""
-
-
-def _dtypes(spec: ModelSpec) -> list[list[str]]:
-    return [[plane.dtype for plane in group.planes] for group in spec.groups]
+    found = first_mismatch(model_facts(mine), model_facts(theirs))
+    return f"{found[0]}: {found[1]} here, {found[2]} there" if found is not None else ""
 
 
 class Taken(NamedTuple):
-    """Keys that are not stored; those of them that have room now; and those whose end nobody will tell of."""
+    """Keys of a hand-off's objects.
+
+    :param pending: those that are not stored yet. :param promised: those of them with room that is reserved here.
+    :param foreign: those whose writer does not report its end.
+    """
 
     pending: set[bytes]
     promised: set[bytes]

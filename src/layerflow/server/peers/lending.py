@@ -30,7 +30,7 @@ from layerflow.pool.base import Located, Pool
 from layerflow.server.account import Accounts, Refused
 from layerflow.server.arrivals import Follows
 from layerflow.server.clients import Address, Turns, Work
-from layerflow.server.handoffs.handoff import Handoff, HandoffStatus, first_difference
+from layerflow.server.handoffs.handoff import Handoff, HandoffStatus, model_mismatch
 from layerflow.server.handoffs.registry import Handoffs
 from layerflow.server.peers.readers import Lease, OwnSizes, Reader
 from layerflow.server.tier.host import HostProcess
@@ -478,7 +478,7 @@ class Lending:
                 self._send(reader.address, wire.PeerBeat(message.sent, [lease.number for lease in renewed]))
             case wire.PeerCompare():
                 known = [spec for spec in self._models() if spec.name == message.spec.name]
-                found = [first_difference(message.spec, spec) for spec in known]
+                found = [model_mismatch(message.spec, spec) for spec in known]
                 why = found[0] if found and all(found) else ""
                 self._send(reader.address, wire.PeerCompared(message.id, why))
             case wire.Bye():

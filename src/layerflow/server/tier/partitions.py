@@ -20,7 +20,7 @@ from layerflow.errors import SpecError
 from layerflow.keys import DIGEST_BYTES, KEY_BYTES
 from layerflow.objects import HEADER_BYTES, pack_header
 from layerflow.pool.base import NewObject, Owner, Reservation, ReserveStatus
-from layerflow.pool.covering import alike
+from layerflow.pool.covering import same_model
 from layerflow.server.arrivals import describe
 from layerflow.spec import ModelSpec, Shard
 from layerflow.wire.host_messages import EndFetch, EndWrite, Fetch, Fetched, Pull, Push, ToHost, Write, Written
@@ -68,7 +68,7 @@ class _Model:
 
     def like(self, shard: Shard) -> bool:
         """Does this partition divide the same model?"""
-        return alike(shard, self.own[0])
+        return same_model(shard, self.own[0])
 
 
 @dataclass(slots=True, eq=False)

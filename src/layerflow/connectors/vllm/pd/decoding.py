@@ -17,7 +17,7 @@ import structlog
 
 from layerflow.agent.values import Follow, Hit
 from layerflow.connectors.vllm.pd.conventions import concurrent, metaserver
-from layerflow.connectors.vllm.pd.conventions.parts import DecodePart, HandoffTerms, Sizes, first_difference, shown
+from layerflow.connectors.vllm.pd.conventions.parts import DecodePart, HandoffTerms, Sizes, layout_mismatch, shown
 from layerflow.errors import InvalidTransition, ProtocolError
 from layerflow.http_client import TRUST_ENVIRONMENT
 from layerflow.system.threads import OwnedThread
@@ -270,7 +270,7 @@ class Decoding:
     """One per scheduler's side, for its thread.
 
     :param control: releases what is known only when its request is over, on any thread.
-    :param layout: this engine's, see :func:`.parts.layout_facts`.
+    :param layout: this engine's, see :func:`layerflow.spec.model_facts`.
     :param incarnation: of this engine.
     """
 
@@ -290,7 +290,7 @@ class Decoding:
         """
         handoff = DecodeHandoff(part, time.monotonic() + part.deadline_s, part.servers)
         told = part.prefiller.layout if part.prefiller is not None else {}
-        if why := first_difference(self._layout, told):
+        if why := layout_mismatch(self._layout, told):
             self.lose(handoff, f"it cannot be read: {why}")
             return handoff
         if part.metaserver:

@@ -14,7 +14,7 @@ from layerflow.connectors.vllm.pd.conventions.parts import (
     HandoffTerms,
     PrefillPart,
     Sizes,
-    first_difference,
+    layout_mismatch,
 )
 from layerflow.keys import Chain
 
@@ -46,7 +46,7 @@ class PrefillHandoff:
 class Prefilling:
     """One per scheduler's side, for its thread.
 
-    :param layout: this engine's, see :func:`.parts.layout_facts`.
+    :param layout: this engine's, see :func:`layerflow.spec.model_facts`.
     :param servers: where others find what this engine stores.
     :param others: servers of workers of this engine that are not attached to its scheduler's.
     :param incarnation: of this engine.
@@ -75,7 +75,7 @@ class Prefilling:
         :param tokens: leading tokens of the prompt that will be saved.
         """
         handoff = PrefillHandoff(part, tokens)
-        if part.decoder is not None and (why := first_difference(self._layout, part.decoder.layout)):
+        if part.decoder is not None and (why := layout_mismatch(self._layout, part.decoder.layout)):
             log.warning("handoff_cannot_be_read", handoff=part.handoff, difference=why)
         if not tokens:
             handoff.over = True

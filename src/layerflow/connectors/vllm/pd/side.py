@@ -28,7 +28,6 @@ from layerflow.connectors.vllm.pd.conventions.parts import (
     RefusedPart,
     Sizes,
     Words,
-    layout_facts,
 )
 from layerflow.connectors.vllm.pd.conventions.reading import part_of
 from layerflow.connectors.vllm.pd.decoding import DecodeHandoff, DecodeStatus, Decoding, summary_of
@@ -36,7 +35,7 @@ from layerflow.connectors.vllm.pd.options import PdOptions
 from layerflow.connectors.vllm.pd.prefilling import PrefillHandoff, Prefilling
 from layerflow.errors import ConfigError
 from layerflow.keys import Chain
-from layerflow.spec import ModelSpec
+from layerflow.spec import ModelSpec, model_facts
 
 if TYPE_CHECKING:
     from layerflow.agent.control import Control
@@ -234,7 +233,7 @@ class HandoffSide:
             pp_size=spec.shard.pp_size,
             block_sizes=self._block_sizes or tuple(group.block_size for group in spec.groups),
         )
-        layout = layout_facts(spec)
+        layout = dict(model_facts(spec))
         # The state behind the last token cannot be continued from that token: it is left to the decode engine.
         self._truncates = spec.exact
         self._unit = 1 if partial else spec.chunk_tokens
