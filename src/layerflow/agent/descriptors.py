@@ -73,7 +73,7 @@ class PartDescriptor:
         rows = [(piece.blocks.start, len(piece.blocks), piece.index, piece.tokens) for piece in self.pieces]
         blocks = self.engine_blocks().astype("<i8", copy=False).tobytes()
         return _unpickled, (
-            self.request, self.group, self._digests(), np.array(rows, "<u4").tobytes(), blocks, self.parent,
+            self.request, self.group, self._digests(), pack_u32(rows), blocks, self.parent,
             tuple(piece.block_digests for piece in self.pieces), self.places,
         )  # fmt: skip
 

@@ -98,6 +98,7 @@ class Offers:
     ) -> RemoteLease:
         """A peer has answered. Keys that somebody else offers already are offered by both; the first one counts.
 
+        :param found: with a state for each of `keys`.
         :param lease_s: how long it lasts from `asked_at` on, in seconds.
 
         :raises ProtocolError: its lists do not fit the question, or it has no key.
@@ -109,9 +110,8 @@ class Offers:
         blocks, layers, saves = (
             unpack_u32(getattr(found, name), count, name).tolist() for name in ("blocks", "layers", "saves")
         )
-        states = unpack_u32(b"".join(bytes((state, 0, 0, 0)) for state in found.states), count, "states").tolist()
         lease = RemoteLease(peer, found.lease, found.token, found.lease_key, lease_s, asked_at + MARGIN * lease_s)
-        for at, state in enumerate(states):
+        for at, state in enumerate(found.states):
             if state == wire.MISSING:
                 continue
             offer = Offer(lease, at, nbytes[at], blocks[at], state == wire.OPEN, saves[at])
