@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from layerflow.flow.commands import Arrived, Call, ObjectsLost, TransferDone, Vacate
+from layerflow.flow.commands import Arrived, Call, ObjectsLost, RoomFreed, TransferDone
 from layerflow.flow.events import FetchOpened, Hop, Limits, Need
 
 CALLS_AHEAD = 3
@@ -87,7 +87,7 @@ class Fetches:
         assert command.objects and not set(command.objects) & (fetch.lost | fetch.whole)
         fetch.lost |= set(command.objects)
 
-    def vacate(self, command: Vacate, held: set[tuple[int, int]]) -> None:
+    def vacate(self, command: RoomFreed, held: set[tuple[int, int]]) -> None:
         """Nothing touches the room: no call of the host, no step whose loads are under way."""
         fetch, free = self.all[command.fetch], set(command.objects)
         assert free and free <= fetch.lost and not free & fetch.vacated

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from flow_books import Pass, Side, covered
 
-from layerflow.flow.commands import Arrived, LayersStored, ObjectsLost, TransferDone, Vacate
+from layerflow.flow.commands import Arrived, LayersStored, ObjectsLost, RoomFreed, TransferDone
 from layerflow.flow.events import Direction, FollowLost, FollowMoved, FollowOpened
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class Follows:
             self.cancelled += [(follow.side, follow.event.parts[index]) for index in command.objects]
         follow.lost |= set(command.objects)
 
-    def vacate(self, command: Vacate, held: set[tuple[int, int]]) -> None:
+    def vacate(self, command: RoomFreed, held: set[tuple[int, int]]) -> None:
         """No reader and no step's loads hold the room. Whether a save still writes to it is told by its Revoke."""
         follow, free = self.all[command.fetch], set(command.objects)
         assert not follow.lent, "under a reader's hands"

@@ -25,11 +25,11 @@ from layerflow.flow.commands import (
     ObjectsLost,
     Release,
     Revoke,
+    RoomFreed,
     Seal,
     StepDone,
     Submit,
     TransferDone,
-    Vacate,
     WakeAt,
     WriteBegun,
     Written,
@@ -433,7 +433,7 @@ class World:
                 self.follows.lose(command)
             case ObjectsLost(hop=hop):
                 self._of(hop).lose(command)
-            case Vacate():
+            case RoomFreed():
                 keys = [key for key, one in self.live.items() if not one.loads_done]
                 held = {need for key in keys for need in self.needed(*key)}
                 (self.fetches if command.fetch > 0 else self.follows).vacate(command, held)
@@ -625,14 +625,14 @@ class World:
         assert statistics.load_inflight_batches == statistics.save_inflight_batches == statistics.unsaved_bytes == 0
         assert set(self.released) >= {key for key in self.aborted if key[0] in self.layers}
         state = self.flow._state
-        assert not state.in_flight and not state.unsettled and not state.loosened and not len(state.deadlines)
+        assert not state.in_flight and not state.dirty_steps and not state.finished_loads and not len(state.deadlines)
         assert not any(ring.queue for ring in state.rings)
-        assert not state.advanced and not state.writes.backlog
-        assert not state.follows and not state.committed and not state.severed
+        assert not state.progressed_saves and not state.writes.backlog
+        assert not state.follows and not state.committed_saves and not state.cancelled_saves
         for number, follow in self.follows.all.items():
             assert follow.done and follow.vacated == follow.lost, f"follow {number} keeps room"
         for lane in (state.fetches, state.peers, state.writes):
-            assert not (lane.transfers or lane.calls or lane.sources or lane.ring.queue or lane.inflight)
+            assert not (lane.transfers or lane.calls or lane.clients or lane.ring.queue or lane.inflight)
         for number, fetch in self.fetches.all.items():
             assert fetch.done and fetch.vacated == fetch.lost, f"fetch {number} keeps room"
         assert not any(s.steps or s.aborting or any(s.pending) for s in state.sessions.values())

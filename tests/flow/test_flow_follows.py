@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flow_world import LOAD, SAVE, World, coming, of, submits
 
-from layerflow.flow.commands import Arrived, Commit, LayersStored, LoadFailed, LoadsDone, ObjectsLost, Vacate
+from layerflow.flow.commands import Arrived, Commit, LayersStored, LoadFailed, LoadsDone, ObjectsLost, RoomFreed
 from layerflow.flow.events import (
     FollowLent,
     FollowMoved,
@@ -68,8 +68,8 @@ def test_a_session_that_is_lost_fails_its_followers_and_leaves_the_room_while_th
     (reading,) = submits(world.done(saves[0]), LOAD)
     out = world.send(SessionLost(P))
     assert [(one.session, one.lo, one.hi) for one in of(out, LoadFailed)] == [(D, 0, 2)]
-    assert of(out, ObjectsLost) and not of(out, Vacate), "its room is read"
-    assert of(world.done(reading), Vacate)
+    assert of(out, ObjectsLost) and not of(out, RoomFreed), "its room is read"
+    assert of(world.done(reading), RoomFreed)
     world.drain()
 
 
@@ -182,6 +182,6 @@ def test_what_is_lent_and_given_up_keeps_its_room_until_its_reader_is_done():
     world = pair()
     world.open(P, 1, (), [Part("p", 0, 2)])
     follow = world.follow(P, 1, 0, [0], lent=True)
-    assert not of(world.send(SessionLost(P)), Vacate)
-    assert of(world.send(FollowLent(follow, False)), Vacate) == [Vacate(follow, (0,))]
+    assert not of(world.send(SessionLost(P)), RoomFreed)
+    assert of(world.send(FollowLent(follow, False)), RoomFreed) == [RoomFreed(follow, (0,))]
     world.drain()

@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 
 from layerflow.errors import InvalidTransition
-from layerflow.flow.commands import Arrived, Call, Command, LayersStored, ObjectsLost, TransferDone, Vacate
+from layerflow.flow.commands import Arrived, Call, Command, LayersStored, ObjectsLost, RoomFreed, TransferDone
 from layerflow.flow.events import (
     FetchAvailable,
     FetchesRevoked,
@@ -26,13 +26,13 @@ from layerflow.flow.events import (
     Part,
 )
 from layerflow.flow.graph import (
-    Edge,
-    FetchTransfer,
-    FollowTransfer,
+    Dependency,
+    Fetch,
+    Follow,
+    Incoming,
     Span,
     Transfer,
     TransferJob,
-    Upstream,
     common,
     fetch_of,
     joined,
@@ -41,33 +41,33 @@ from layerflow.flow.host_lane import HostLane
 from layerflow.flow.progress import fail_blocks
 from layerflow.flow.state import State
 
-# The edges between what is still to come and the loads that wait for it, wherever it comes from.
+# The dependencies between what is still to come and the loads that wait for it, wherever it comes from.
 
 
-def add_edge(state: State, upstream: Upstream, transfer: Transfer, spans: dict[int, list[Span]]) -> None:
+def add_dependency(state: State, incoming: Incoming, transfer: Transfer, spans: dict[int, list[Span]]) -> None:
     """Loads of a new step wait for these objects.
 
     :param spans: by object, its blocks of the transfer.
     """
-    transfer.add_cursor(joined(span for mine in spans.values() for span in mine), upstream.number)
-    edge = Edge(upstream, transfer, spans, sorted(spans))
-    upstream.edges.append(edge)
-    transfer.job.edges.append(edge)
-    progress(state, edge)
+    transfer.add_cursor(joined(span for mine in spans.values() for span in mine), incoming.number)
+    dependency = Dependency(incoming, transfer, spans, sorted(spans))
+    incoming.dependencies.append(dependency)
+    transfer.job.dependencies.append(dependency)
+    layers_available(state, dependency)
 
 
-def progress(state: State, edge: Edge) -> None:
+def layers_available(state: State, dependency: Dependency) -> None:
     """Layers that have come may be granted."""
-    transfer, upstream = edge.transfer, edge.upstream
-    if not edge.waiting:
+    transfer, incoming = dependency.transfer, dependency.incoming
+    if not dependency.waiting:
         return
-    layers = upstream.reached(edge.waiting)
-    if layers <= transfer.arrivals[upstream.number]:
+    layers = incoming.layers_ready(dependency.waiting)
+    if layers <= transfer.arrivals[incoming.number]:
         return
-    transfer.arrivals[upstream.number] = layers
-    if layers == upstream.span:
-        edge.waiting = []
-    cursor = transfer.arriving(upstream.number)
+    transfer.arrivals[incoming.number] = layers
+    if layers == incoming.span:
+        dependency.waiting = []
+    cursor = transfer.arriving(incoming.number)
     if cursor is None:
         return
     cursor.permit(layers)
@@ -76,60 +76,60 @@ def progress(state: State, edge: Edge) -> None:
     state.enqueue(transfer.job)
 
 
-def publish(upstream: Upstream, objects: Sequence[int], out: list[Command]) -> None:
+def mark_stored(incoming: Incoming, objects: Sequence[int], out: list[Command]) -> None:
     """These are whole in the arena: they stay pinned for whoever still loads them."""
     if not objects:
         return
-    upstream.whole.update(objects)
+    incoming.whole.update(objects)
     readers: list[tuple[int, int, tuple[int, ...]]] = []
-    for edge in upstream.edges:
-        mine = tuple(index for index in objects if index in edge.spans)
+    for dependency in incoming.dependencies:
+        mine = tuple(index for index in objects if index in dependency.spans)
         if mine:
-            step = edge.transfer.job.step
+            step = dependency.transfer.job.step
             readers.append((step.session.number, step.number, mine))
-    out.append(Arrived(upstream.number, tuple(objects), tuple(readers)))
+    out.append(Arrived(incoming.number, tuple(objects), tuple(readers)))
 
 
-def fail_waiting(state: State, upstream: Upstream, objects: Sequence[int], reason: str, out: list[Command]) -> None:
+def fail(state: State, incoming: Incoming, objects: Sequence[int], reason: str, out: list[Command]) -> None:
     """These will not come: the blocks that need them fail, for whoever waits."""
     gone = set(objects)
-    for edge in list(upstream.edges):
-        lost = [index for index in edge.waiting if index in gone]
+    for dependency in list(incoming.dependencies):
+        lost = [index for index in dependency.waiting if index in gone]
         if lost:
-            edge.waiting = [index for index in edge.waiting if index not in gone]
-            spans = joined(span for index in lost for span in edge.spans[index])
-            fail_blocks(state, edge.transfer, spans, reason, out)
-            progress(state, edge)
+            dependency.waiting = [index for index in dependency.waiting if index not in gone]
+            spans = joined(span for index in lost for span in dependency.spans[index])
+            fail_blocks(state, dependency.transfer, spans, reason, out)
+            layers_available(state, dependency)
 
 
-def vacate(upstream: Upstream, out: list[Command]) -> None:
+def free_room(incoming: Incoming, out: list[Command]) -> None:
     """Give the room of lost objects back that no step's loads hold."""
-    if not upstream.occupied:
+    if not incoming.occupied:
         return
-    held = {index for edge in upstream.edges for index in edge.spans}
-    free = sorted(upstream.occupied - held)
+    held = {index for dependency in incoming.dependencies for index in dependency.spans}
+    free = sorted(incoming.occupied - held)
     if free:
-        upstream.occupied.difference_update(free)
-        out.append(Vacate(upstream.number, tuple(free)))
+        incoming.occupied.difference_update(free)
+        out.append(RoomFreed(incoming.number, tuple(free)))
 
 
-def move_edges(state: State, upstream: Upstream, objects: Sequence[int], into: Upstream) -> None:
-    """Loads that wait for these `objects` wait for those of another upstream from now on: for number 0, 1, 2, ...
+def rebind(state: State, incoming: Incoming, objects: Sequence[int], into: Incoming) -> None:
+    """Loads that wait for these `objects` wait for those of another incoming from now on: for number 0, 1, 2, ...
 
     Of none of them a layer has come.
     """
     gone = set(objects)
-    for edge in list(upstream.edges):
-        spans = {new: edge.spans.pop(old) for new, old in enumerate(objects) if old in edge.spans}
+    for dependency in list(incoming.dependencies):
+        spans = {new: dependency.spans.pop(old) for new, old in enumerate(objects) if old in dependency.spans}
         if not spans:
             continue
-        waiting = set(edge.waiting)
-        edge.waiting = [index for index in edge.waiting if index not in gone]
-        transfer, job = edge.transfer, edge.transfer.job
-        moved = Edge(into, transfer, spans, [new for new, old in enumerate(objects) if old in waiting])
-        into.edges.append(moved)
-        job.edges.append(moved)
-        cursor = transfer.arriving(upstream.number)
+        waiting = set(dependency.waiting)
+        dependency.waiting = [index for index in dependency.waiting if index not in gone]
+        transfer, job = dependency.transfer, dependency.transfer.job
+        moved = Dependency(into, transfer, spans, [new for new, old in enumerate(objects) if old in waiting])
+        into.dependencies.append(moved)
+        job.dependencies.append(moved)
+        cursor = transfer.arriving(incoming.number)
         blocks = joined(span for mine in spans.values() for span in mine)
         coming = common(cursor.spans, blocks) if cursor is not None else []
         transfer.arrivals.setdefault(into.number, 0)
@@ -138,18 +138,18 @@ def move_edges(state: State, upstream: Upstream, objects: Sequence[int], into: U
             cursor.drop(coming)
             if cursor.exhausted:
                 transfer.remove(cursor)
-        if not edge.spans:
-            upstream.edges.remove(edge)
-            job.edges.remove(edge)
-        progress(state, moved)
+        if not dependency.spans:
+            incoming.dependencies.remove(dependency)
+            job.dependencies.remove(dependency)
+        layers_available(state, moved)
 
 
-def release_edges(job: TransferJob) -> list[Upstream]:
+def release(job: TransferJob) -> list[Incoming]:
     """The job's loads are done: they hold no room any more. What they held."""
-    edges, job.edges = job.edges, []
-    for edge in edges:
-        edge.upstream.edges.remove(edge)
-    return list(dict.fromkeys(edge.upstream for edge in edges))
+    dependencies, job.dependencies = job.dependencies, []
+    for dependency in dependencies:
+        dependency.incoming.dependencies.remove(dependency)
+    return list(dict.fromkeys(dependency.incoming for dependency in dependencies))
 
 
 UNWANTED = ""
@@ -170,12 +170,12 @@ def open_fetch(state: State, event: FetchOpened, now: float) -> None:
     if available > len(event.layers):
         raise InvalidTransition(f"fetch {event.fetch}: {available} layers are available of {len(event.layers)}")
     lane = state.lane_of(event.hop)
-    fetch = fetch_of(event, lane.source(event.source), available)
+    fetch = fetch_of(event, lane.client(event.engine), available)
     lane.add(fetch)
     _set_deadline(state, fetch, now)
 
 
-def raise_fetch(state: State, event: FetchAvailable, now: float) -> None:
+def extend_fetch(state: State, event: FetchAvailable, now: float) -> None:
     """Its source has stored more of it.
 
     :raises InvalidTransition: for a fetch that was never opened, or layers that it does not have.
@@ -203,10 +203,10 @@ def fail_fetch(state: State, event: FetchFailed, out: list[Command]) -> None:
         raise InvalidTransition(f"fetch {event.fetch} does not have objects {event.failed[:3]}")
     for reason, lost in fetch.fresh(event.failed).items():
         _lose_fetched(state, fetch, lost, reason, out)
-    settle_fetch(state, fetch, out)
+    finalize_fetch_if_done(state, fetch, out)
 
 
-def _living(state: State, number: int) -> FetchTransfer | None:
+def _living(state: State, number: int) -> Fetch | None:
     """A fetch that is not over; None = it is, and this news of it is late."""
     fetch = state.fetch(number)
     if fetch is None or fetch.closed:
@@ -217,7 +217,7 @@ def _living(state: State, number: int) -> FetchTransfer | None:
     return fetch
 
 
-def _set_deadline(state: State, fetch: FetchTransfer, now: float) -> None:
+def _set_deadline(state: State, fetch: Fetch, now: float) -> None:
     """It is given up if nothing comes of it; while it waits for its source, the steps that need it have deadlines."""
     stuck = len(fetch.lost) + len(fetch.whole) < len(fetch.objects) and not fetch.stalled
     state.deadlines.set(fetch, now + state.budget.limits.fetch_timeout_s if stuck else math.inf)
@@ -231,7 +231,7 @@ def lease_fetch(state: State, event: FetchLeased, out: list[Command]) -> None:
     fetch.leased = event.leased
     fetch.claimed = fetch.claimed or event.leased
     state.lane_of(fetch.hop).join(fetch)
-    settle_fetch(state, fetch, out)
+    finalize_fetch_if_done(state, fetch, out)
 
 
 def check_needs(state: State, part: Part, layers: tuple[int, ...]) -> str:
@@ -241,7 +241,7 @@ def check_needs(state: State, part: Part, layers: tuple[int, ...]) -> str:
     """
     end = 0
     for need in part.needs:
-        fetch = state.upstream(need.fetch)
+        fetch = state.incoming(need.fetch)
         if fetch is None or fetch.closed or not 0 <= need.item < fetch.size:
             return f"needs object {need.item} of fetch {need.fetch}, which is not on its way"
         if fetch.numbers != layers:
@@ -254,7 +254,7 @@ def check_needs(state: State, part: Part, layers: tuple[int, ...]) -> str:
     return ""
 
 
-def lay_out(state: State, transfer: Transfer) -> None:
+def add_cursors(state: State, transfer: Transfer) -> None:
     """One cursor for the blocks that are in the arena, and one for each fetch."""
     ready: list[Span] = []
     needs: dict[int, dict[int, list[Span]]] = {}
@@ -271,16 +271,16 @@ def lay_out(state: State, transfer: Transfer) -> None:
     if ready:
         transfer.add_cursor(joined(ready))
     for number, spans in needs.items():
-        upstream = state.upstream(number)
-        assert upstream is not None
-        add_edge(state, upstream, transfer, spans)
-        if isinstance(upstream, FetchTransfer):
-            upstream.claimed = True
-            state.lane_of(upstream.hop).join(upstream)
+        incoming = state.incoming(number)
+        assert incoming is not None
+        add_dependency(state, incoming, transfer, spans)
+        if isinstance(incoming, Fetch):
+            incoming.claimed = True
+            state.lane_of(incoming.hop).join(incoming)
 
 
 def fetch_done(
-    state: State, fetch: FetchTransfer, call: Call, failed: dict[str, list[int]], now: float, out: list[Command]
+    state: State, fetch: Fetch, call: Call, failed: dict[str, list[int]], now: float, out: list[Command]
 ) -> None:
     """The host has ended a call, and failed objects for these reasons."""
     for reason, lost in failed.items():
@@ -291,20 +291,20 @@ def fetch_done(
             call.layer_hi - call.layer_lo
         )
         _set_deadline(state, fetch, now)
-    come = [index for index in moved if index not in fetch.whole and fetch.reached((index,)) == fetch.layers]
+    come = [index for index in moved if index not in fetch.whole and fetch.layers_ready((index,)) == fetch.layers]
     state.counters.fetched_objects += len(come)
-    publish(fetch, come, out)
-    for edge in fetch.edges:
-        progress(state, edge)
-    settle_fetch(state, fetch, out)
+    mark_stored(fetch, come, out)
+    for dependency in fetch.dependencies:
+        layers_available(state, dependency)
+    finalize_fetch_if_done(state, fetch, out)
 
 
-def lose_fetches(state: State, lane: HostLane[FetchTransfer], reason: str, out: list[Command]) -> None:
+def fail_fetches(state: State, lane: HostLane[Fetch], reason: str, out: list[Command]) -> None:
     """The host is dead: nothing of any of its fetches moves any more."""
     for fetch in list(lane.transfers.values()):
         fetch.calls.clear()
         _lose_fetched(state, fetch, fetch.unfinished(), reason, out)
-        settle_fetch(state, fetch, out)
+        finalize_fetch_if_done(state, fetch, out)
     lane.lost()
 
 
@@ -312,27 +312,29 @@ def revoke_fetches(state: State, event: FetchesRevoked, out: list[Command]) -> N
     """What has not come is given up. It can be fetched again once the host has ended its calls."""
     reason = event.reason
     for fetch in [*state.fetches.transfers.values(), *state.peers.transfers.values()]:
-        if event.unwanted and (fetch.leased or any(not edge.transfer.job.cancelled for edge in fetch.edges)):
+        if event.unwanted and (
+            fetch.leased or any(not dependency.transfer.job.cancelled for dependency in fetch.dependencies)
+        ):
             continue
         _lose_fetched(state, fetch, fetch.unfinished(), reason, out)
-        settle_fetch(state, fetch, out)
+        finalize_fetch_if_done(state, fetch, out)
 
 
-def expire_fetch(state: State, fetch: FetchTransfer, out: list[Command]) -> None:
+def expire_fetch(state: State, fetch: Fetch, out: list[Command]) -> None:
     """Nothing has come of it for too long."""
     state.counters.expired_fetches += 1
     timeout = state.budget.limits.fetch_timeout_s
     _lose_fetched(state, fetch, fetch.unfinished(), f"nothing of it came for {timeout:g} s", out)
-    settle_fetch(state, fetch, out)
+    finalize_fetch_if_done(state, fetch, out)
 
 
-def settle_fetch(state: State, fetch: FetchTransfer, out: list[Command]) -> None:
+def finalize_fetch_if_done(state: State, fetch: Fetch, out: list[Command]) -> None:
     """Say what has become true of a fetch, and forget it when nothing is left."""
     lane = state.lane_of(fetch.hop)
     if not fetch.closed and not fetch.wanted and not fetch.calls:
         _lose_fetched(state, fetch, fetch.unfinished(), UNWANTED, out)
     if not fetch.calls:
-        vacate(fetch, out)
+        free_room(fetch, out)
     over = not fetch.calls and len(fetch.lost) + len(fetch.whole) == len(fetch.objects)
     if over and not fetch.closed:
         fetch.closed = True
@@ -343,17 +345,17 @@ def settle_fetch(state: State, fetch: FetchTransfer, out: list[Command]) -> None
         lane.transfers.pop(fetch.number, None)
 
 
-def _lose_fetched(state: State, fetch: FetchTransfer, objects: Sequence[int], reason: str, out: list[Command]) -> None:
+def _lose_fetched(state: State, fetch: Fetch, objects: Sequence[int], reason: str, out: list[Command]) -> None:
     """These will not come: the blocks that need them fail, for whoever waits."""
     if not objects:
         return
     fetch.lose(objects)
     out.append(ObjectsLost(fetch.hop, fetch.number, tuple(objects), reason))
-    fail_waiting(state, fetch, objects, f"not fetched: {reason}", out)
+    fail(state, fetch, objects, f"not fetched: {reason}", out)
 
 
-def _moved(upstream: Upstream) -> Collection[int]:
-    return upstream.moved if isinstance(upstream, FollowTransfer) else ()
+def _moved(incoming: Incoming) -> Collection[int]:
+    return incoming.moved if isinstance(incoming, Follow) else ()
 
 
 # Follows: loads of what another step is still saving, layer by layer as it is stored.
@@ -387,7 +389,7 @@ def open_follow(state: State, event: FollowOpened, out: list[Command]) -> None:
             raise InvalidTransition(f"follow {event.follow}: step {event.step} saves no such parts of a group")
     if save is not None and save.committed:
         save = None  # what is left of it was cancelled
-    follow = FollowTransfer(event.follow, event.layers, event.objects, save, event.parts, lent=event.lent)
+    follow = Follow(event.follow, event.layers, event.objects, save, event.parts, lent=event.lent)
     state.newest_follow = event.follow
     state.follows[event.follow] = follow
     state.counters.follows += 1
@@ -400,19 +402,19 @@ def open_follow(state: State, event: FollowOpened, out: list[Command]) -> None:
         _lose_followed(state, follow, follow.unfinished(), "its step saves nothing any more", out)
 
 
-def move_follow(state: State, event: FollowMoved, out: list[Command]) -> None:
+def rebind_follow(state: State, event: FollowMoved, out: list[Command]) -> None:
     """What nobody saved is saved by a step now, or fetched.
 
     :raises InvalidTransition: a follow of a save, objects that are over, or others than those they become.
     """
-    follow, into = state.follows.get(event.follow), state.upstream(event.into)
+    follow, into = state.follows.get(event.follow), state.incoming(event.into)
     if follow is None or follow.closed:
         if event.follow < state.newest_follow:
             raise InvalidTransition(f"follow {event.follow} was never opened")
         state.counters.late_reports += 1
         return
     known = state.newest_follow <= event.into < 0 or 0 < event.into <= state.newest_fetch
-    unlike = into is not None and (len(event.objects) != into.size or into.edges or into is follow)
+    unlike = into is not None and (len(event.objects) != into.size or into.dependencies or into is follow)
     if follow.parts or not known or unlike or not set(event.objects) <= set(follow.unfinished()):
         raise InvalidTransition(f"follow {event.follow}: {event.objects[:4]} cannot be those of {event.into}")
     if into is None:
@@ -420,28 +422,32 @@ def move_follow(state: State, event: FollowMoved, out: list[Command]) -> None:
         return
     follow.moved.update(event.objects)
     lost = [new for new in range(into.size) if new in into.lost]
-    move_edges(state, follow, event.objects, into)
-    if isinstance(into, FollowTransfer):
+    rebind(state, follow, event.objects, into)
+    if isinstance(into, Follow):
         _cut_circles(state, into, out)
     if lost:
-        fail_waiting(state, into, lost, f"not stored: {CANCELLED}", out)
-    settle_follow(state, follow, out)
+        fail(state, into, lost, f"not stored: {CANCELLED}", out)
+    finalize_follow_if_done(state, follow, out)
 
 
-def _cut_circles(state: State, follow: FollowTransfer, out: list[Command]) -> None:
+def _cut_circles(state: State, follow: Follow, out: list[Command]) -> None:
     """Loads have just come to wait for this save: those fail that it waits for itself.
 
     A circle is closed only here: a new step's loads wait for saves that began before it.
     """
-    for edge in list(follow.edges) if follow.save is not None else ():
-        if edge.waiting and follow.save is not None and _waits_for(follow.save.job, edge.transfer.job, set()):
-            spans = joined(span for index in edge.waiting for span in edge.spans[index])
-            edge.waiting = []
-            fail_blocks(state, edge.transfer, spans, f"not stored: {CIRCLE}", out)
+    for dependency in list(follow.dependencies) if follow.save is not None else ():
+        if (
+            dependency.waiting
+            and follow.save is not None
+            and _waits_for(follow.save.job, dependency.transfer.job, set())
+        ):
+            spans = joined(span for index in dependency.waiting for span in dependency.spans[index])
+            dependency.waiting = []
+            fail_blocks(state, dependency.transfer, spans, f"not stored: {CIRCLE}", out)
 
 
 def _waits_for(saves: TransferJob, loads: TransferJob, seen: set[int]) -> bool:
-    """Can these saves not be published before those loads have ended? :func:`.progress.settle` says when they are.
+    """Whether these saves are published only after those loads have ended, see :func:`.finalize_step_if_done`.
 
     :param seen: loads that were looked at, by identity.
     """
@@ -451,8 +457,8 @@ def _waits_for(saves: TransferJob, loads: TransferJob, seen: set[int]) -> bool:
         if id(other) in seen:
             continue
         seen.add(id(other))
-        sources = (edge.upstream for edge in other.edges if edge.waiting)
-        saves_of = (source.save for source in sources if isinstance(source, FollowTransfer))
+        sources = (dependency.incoming for dependency in other.dependencies if dependency.waiting)
+        saves_of = (source.save for source in sources if isinstance(source, Follow))
         if any(save is not None and _waits_for(save.job, loads, seen) for save in saves_of):
             return True
     return False
@@ -488,7 +494,7 @@ def lose_follow(state: State, event: FollowLost, out: list[Command]) -> None:
     _lose_followed(state, follow, [index for index in event.objects if index in left], event.reason, out)
 
 
-def lend_follow(state: State, event: FollowLent, out: list[Command]) -> None:
+def share_follow(state: State, event: FollowLent, out: list[Command]) -> None:
     """Another server reads it, or no longer does.
 
     :raises InvalidTransition: for one that was never opened.
@@ -501,12 +507,12 @@ def lend_follow(state: State, event: FollowLent, out: list[Command]) -> None:
         return
     follow.lent = event.lent
     _tell(follow, out)
-    settle_follow(state, follow, out)
+    finalize_follow_if_done(state, follow, out)
 
 
-def _tell(follow: FollowTransfer, out: list[Command]) -> None:
+def _tell(follow: Follow, out: list[Command]) -> None:
     """Who reads a lent follow learns of the layers that are stored; of the last one when all of it is published."""
-    layers = follow.reached(())
+    layers = follow.layers_ready(())
     if follow.lent and not follow.closed and layers > follow.told:
         follow.told = layers
         out.append(LayersStored(follow.number, layers))
@@ -516,8 +522,8 @@ def advance_follows(state: State, save: Transfer, out: list[Command]) -> None:
     """More of the save may be stored now."""
     for follow in save.follows:
         _tell(follow, out)
-        for edge in follow.edges:
-            progress(state, edge)
+        for dependency in follow.dependencies:
+            layers_available(state, dependency)
 
 
 def lose_followed(state: State, save: Transfer, parts: Collection[int], reason: str, out: list[Command]) -> None:
@@ -533,16 +539,16 @@ def commit_follows(state: State, save: Transfer, out: list[Command]) -> None:
     lose_followed(state, save, save.job.dropped, CANCELLED, out)
     for follow in list(save.follows):
         follow.committed = True
-        publish(follow, follow.unfinished(), out)
-        for edge in follow.edges:
-            progress(state, edge)
-        settle_follow(state, follow, out)
+        mark_stored(follow, follow.unfinished(), out)
+        for dependency in follow.dependencies:
+            layers_available(state, dependency)
+        finalize_follow_if_done(state, follow, out)
 
 
-def settle_follow(state: State, follow: FollowTransfer, out: list[Command]) -> None:
+def finalize_follow_if_done(state: State, follow: Follow, out: list[Command]) -> None:
     """Say what has become true of a follow, and forget it when nothing is left."""
     if not follow.lent:
-        vacate(follow, out)
+        free_room(follow, out)
     if not follow.closed and not follow.unfinished():
         follow.closed = True
         if follow.save is not None:
@@ -553,12 +559,10 @@ def settle_follow(state: State, follow: FollowTransfer, out: list[Command]) -> N
         state.follows.pop(follow.number, None)
 
 
-def _lose_followed(
-    state: State, follow: FollowTransfer, objects: Sequence[int], reason: str, out: list[Command]
-) -> None:
+def _lose_followed(state: State, follow: Follow, objects: Sequence[int], reason: str, out: list[Command]) -> None:
     if not objects:
         return
     follow.lose(objects)
     out.append(ObjectsLost(Hop.FETCH, follow.number, tuple(objects), reason))
-    fail_waiting(state, follow, objects, f"not stored: {reason}", out)
-    settle_follow(state, follow, out)
+    fail(state, follow, objects, f"not stored: {reason}", out)
+    finalize_follow_if_done(state, follow, out)

@@ -152,7 +152,7 @@ class Arrived:
 class ObjectsLost:
     """These objects of a fetch or write will not be published.
 
-    The room of fetched ones is taken until Vacate. What the host knows of written ones it is to give up.
+    The room of fetched ones is taken until RoomFreed. What the host knows of written ones it is to give up.
     """
 
     hop: Hop
@@ -162,7 +162,7 @@ class ObjectsLost:
 
 
 @dataclass(frozen=True, slots=True)
-class Vacate:
+class RoomFreed:
     """Neither the host nor a step touches the room of these lost objects any more."""
 
     fetch: int
@@ -220,7 +220,7 @@ Command = (
     | Call
     | Arrived
     | ObjectsLost
-    | Vacate
+    | RoomFreed
     | LayersStored
     | WriteBegun
     | Written

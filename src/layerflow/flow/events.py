@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 class Hop(enum.IntEnum):
     """Which way a host moves objects: from the backend into the arena, to it, or from a peer's arena into this one.
 
-    Transfers of :data:`FETCH` and :data:`PEER` are fetches alike; each hop has a host, calls and pace of its own.
+    Transfers of :data:`FETCH` and :data:`PEER` are fetches alike; each hop has a host, calls and call sizes of its own.
     """
 
     FETCH = 0
@@ -39,14 +39,14 @@ class FetchOpened:
     It runs until all of it has come, unless it was wanted (leased, or needed by a step's loads) and no longer is.
 
     :param fetch: numbers ascend and are never reused, on both hops together.
-    :param source: who it is for; sources share the host evenly.
+    :param engine: who it is for; engines share the host evenly.
     :param layers: the model's layer numbers of the group, ascending.
     :param available: so many layers can be fetched now, more as :class:`FetchAvailable` says; -1 = all.
     :param hop: where from: the backend, or a peer.
     """
 
     fetch: int
-    source: str
+    engine: str
     layers: tuple[int, ...]
     objects: tuple[Item, ...]
     available: int = -1
@@ -84,12 +84,12 @@ class WriteOpened:
     They are published there once they are committed in the arena; those of revoked parts are given up.
 
     :param write: numbers ascend and are never reused.
-    :param source: who it is for; sources share the host evenly.
+    :param engine: who it is for; engines share the host evenly.
     :param parts: of each object, its position in ``StepOpened.saves``.
     """
 
     write: int
-    source: str
+    engine: str
     session: int
     step: int
     group: int

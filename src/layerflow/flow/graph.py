@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from layerflow.errors import InvalidTransition
 from layerflow.flow.events import LOAD, Direction, Event, FetchOpened, Hop, LayerShape, Part, SessionOpened, StepOpened
-from layerflow.flow.host_transfer import CallExtent, HostTransfer, Source
+from layerflow.flow.host_transfer import CallExtent, Client, HostTransfer
 
 # What the core knows of an attached engine worker.
 
@@ -293,7 +293,7 @@ class DrainBarrier:
 STORY_EVENTS = 24
 
 
-class Charge(enum.IntEnum):
+class Accounting(enum.IntEnum):
     """Where a batch in flight counts."""
 
     BUDGET = 0
@@ -319,7 +319,7 @@ class InFlightBatch:
     hi: int
     nbytes: int
     gate: int = -1
-    charge: Charge = Charge.BUDGET
+    accounting: Accounting = Accounting.BUDGET
     watch: list[DrainBarrier] | None = None
 
 
@@ -333,7 +333,7 @@ class Transfer:
     :param pending: cursors of this transfer, waiting ones among them.
     :param sealed: so many of the group's layers are sealed.
     :param committed: saves: every layer is stored, and said so.
-    :param live: parts that are not cancelled.
+    :param live_parts: parts that are not cancelled.
     :param write: saves: what carries the objects on to the backend; None = nothing does (any more).
     :param follows: saves: what others load of it as it is stored.
     """
@@ -346,25 +346,25 @@ class Transfer:
     pending: int = 0
     sealed: int = 0
     committed: bool = False
-    live: int = field(init=False)
+    live_parts: int = field(init=False)
     write: WriteTransfer | None = None
-    follows: list[FollowTransfer] = field(default_factory=list)
+    follows: list[Follow] = field(default_factory=list)
     in_flight: dict[int, InFlightBatch] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.live = len(self.members)
+        self.live_parts = len(self.members)
 
     @property
-    def watched(self) -> bool:
+    def has_observers(self) -> bool:
         """Saves: somebody wants to know how much is stored."""
         return self.write is not None or bool(self.follows)
 
     def stored(self) -> int:
         """Saves: so many layers of the group have nothing left to be granted and nothing in flight."""
-        low, first = self.low(), next(iter(self.in_flight.values()), None)
+        low, first = self.first_open_layer(), next(iter(self.in_flight.values()), None)
         return low if first is None else min(low, bisect_left(self.shape.layers, first.layer))
 
-    def low(self) -> int:
+    def first_open_layer(self) -> int:
         """So many layers of the group have nothing left to be granted."""
         if not self.pending:
             return len(self.shape.layers)
@@ -421,14 +421,14 @@ class TransferJob:
     :param parts: as given in ``StepOpened``.
     :param dropped: positions of cancelled parts, which are granted no further.
     :param failed: loads: the block ranges already reported as failed, of parts that were wholly granted then.
-    :param flying: batches in flight.
+    :param in_flight_count: batches in flight.
     :param gated: batches granted before they could move, by gate; ended ones among them.
     :param moved: bytes that arrived.
     :param cancelled: fenced, expired or cut: nothing more is granted and no layer is sealed any more.
     :param done: loads: nothing left to do, and said so.
     :param open: saves: parts neither committed nor revoked.
     :param revoked: saves: positions given back.
-    :param edges: loads: what they need of fetches, until they are done.
+    :param dependencies: loads: what they need of fetches, until they are done.
     :param held: saves: a commit waits for the loads of an earlier step.
     :param planned: loads: the worker moves them itself. Each group is one batch of no bytes, in flight until it says
         that they have ended.
@@ -443,25 +443,25 @@ class TransferJob:
     failed: dict[int, list[Span]] = field(default_factory=dict)
     revoked: set[int] = field(default_factory=set)
     gated: list[InFlightBatch] = field(default_factory=list)
-    flying: int = 0
+    in_flight_count: int = 0
     moved: int = 0
     open: int = 0
     cancelled: bool = False
     done: bool = False
-    edges: list[Edge] = field(default_factory=list)
+    dependencies: list[Dependency] = field(default_factory=list)
     held: bool = False
     planned: bool = False
     by_request: dict[str, list[int]] | None = None
 
     @property
-    def reached(self) -> int:
+    def gates_open_to(self) -> int:
         """The layer up to which gates are open; see :class:`InFlightBatch`."""
         return self.step.frontier if self.direction is LOAD else self.step.computed - 1
 
     @property
     def idle(self) -> bool:
         """Nothing to grant, nothing to wait for."""
-        return not (self.flying or self.cursors)
+        return not (self.in_flight_count or self.cursors)
 
     def head(self) -> Cursor | None:
         """The cursor that is nearest to the first layer; None when all of them wait for their objects."""
@@ -564,12 +564,12 @@ def _brief(event: Event) -> str:
 # What loads depend on: objects that are not in the arena yet, and the blocks that come with each of them.
 
 
-class Upstream(Protocol):
+class Incoming(Protocol):
     """Objects that come layer by layer: a host fetches them, or another step stores them.
 
     :ivar lost: objects that will not come. :ivar whole: those that are published.
     :ivar occupied: lost objects whose room is not given back.
-    :ivar edges: the loads that hang on them.
+    :ivar dependencies: the loads that hang on them.
     :ivar closed: nothing more of it is to come.
     """
 
@@ -577,7 +577,7 @@ class Upstream(Protocol):
     lost: set[int]
     whole: set[int]
     occupied: set[int]
-    edges: list[Edge]
+    dependencies: list[Dependency]
     closed: bool
 
     @property
@@ -595,7 +595,7 @@ class Upstream(Protocol):
         """How many layers each has."""
         ...
 
-    def reached(self, objects: Sequence[int]) -> int:
+    def layers_ready(self, objects: Sequence[int]) -> int:
         """So many leading layers of all these (ascending, none of them lost) may be loaded."""
         ...
 
@@ -605,14 +605,14 @@ class Upstream(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Edge:
-    """Loads of one transfer that need objects of one upstream, until the step's loads are done.
+class Dependency:
+    """Loads of one transfer that need objects of one incoming, until the step's loads are done.
 
     :param spans: by object, its blocks of the transfer.
     :param waiting: objects that are neither lost nor whole in the arena, ascending.
     """
 
-    upstream: Upstream
+    incoming: Incoming
     transfer: Transfer
     spans: dict[int, list[Span]]
     waiting: list[int]
@@ -622,7 +622,7 @@ class Edge:
 
 
 @dataclass(slots=True, eq=False)
-class FollowTransfer:
+class Follow:
     """Objects of one group that a save stores, or that have room and no save yet.
 
     :param number: below 0, so that no fetch has it.
@@ -631,7 +631,7 @@ class FollowTransfer:
     :param save: what stores them; None = nothing does (yet, or any more).
     :param parts: by object, its position among the save's step's parts.
     :param committed: the save is published.
-    :param moved: objects that come from another upstream now.
+    :param moved: objects that come from another incoming now.
     :param lent: another server reads it; :param told: so many layers it was told of.
     """
 
@@ -645,7 +645,7 @@ class FollowTransfer:
     whole: set[int] = field(default_factory=set)
     moved: set[int] = field(default_factory=set)
     occupied: set[int] = field(default_factory=set)
-    edges: list[Edge] = field(default_factory=list)
+    dependencies: list[Dependency] = field(default_factory=list)
     closed: bool = False
     lent: bool = False
     told: int = 0
@@ -655,7 +655,7 @@ class FollowTransfer:
         """How many layers each object has."""
         return len(self.numbers)
 
-    def reached(self, objects: Sequence[int]) -> int:
+    def layers_ready(self, objects: Sequence[int]) -> int:
         """So many leading layers are stored.
 
         The last one counts once the save is published: until then all of it may turn out to be computed from a load
@@ -666,7 +666,7 @@ class FollowTransfer:
         return min(self.save.stored(), self.span - 1) if self.save is not None else 0
 
     def lose(self, objects: Sequence[int]) -> None:
-        """These are not stored; their room is taken until nothing touches it."""
+        """Mark objects as lost. Their arena slots stay reserved until no load and no other server uses them."""
         self.lost.update(objects)
         self.occupied.update(objects)
 
@@ -676,11 +676,11 @@ class FollowTransfer:
         return [index for index in range(self.size) if index not in over]
 
 
-# A transfer from the backend (or a peer) into the arena, and the loads that hang on it by edges.
+# A transfer from the backend (or a peer) into the arena, and the loads that hang on it by dependencies.
 
 
 @dataclass(slots=True, eq=False)
-class FetchTransfer(HostTransfer):
+class Fetch(HostTransfer):
     """Objects on their way into the arena.
 
     :param numbers: the model's layer numbers.
@@ -691,15 +691,15 @@ class FetchTransfer(HostTransfer):
 
     numbers: tuple[int, ...] = ()
     occupied: set[int] = field(default_factory=set)
-    edges: list[Edge] = field(default_factory=list)
+    dependencies: list[Dependency] = field(default_factory=list)
     leased: bool = False
     claimed: bool = False
     alarm: float = math.inf
 
     @property
     def wanted(self) -> bool:
-        """Something waits for it, or nothing ever has."""
-        return self.leased or bool(self.edges) or not self.claimed
+        """True while a load or lease needs the transfer, or before anything has needed it."""
+        return self.leased or bool(self.dependencies) or not self.claimed
 
     @property
     def size(self) -> int:
@@ -720,13 +720,13 @@ class FetchTransfer(HostTransfer):
         """How far the cursor's layer is from where a forward pass is, and the earliest deadline of such a pass."""
         layer = self.numbers[self.index]
         nearest = (float(layer + 1), math.inf)
-        for edge in self.edges:
-            if edge.waiting:
-                step = edge.transfer.job.step
+        for dependency in self.dependencies:
+            if dependency.waiting:
+                step = dependency.transfer.job.step
                 nearest = min(nearest, (float(layer - step.frontier), step.deadline))
         return nearest
 
-    def reached(self, objects: Sequence[int]) -> int:
+    def layers_ready(self, objects: Sequence[int]) -> int:
         """So many leading layers of all these (ascending) have moved."""
         layers = self.index + (objects[-1] < self.at)
         for call in self.calls.values():
@@ -736,15 +736,15 @@ class FetchTransfer(HostTransfer):
         return layers
 
     def lose(self, objects: Sequence[int]) -> None:
-        """These move no further; their room is taken until nothing touches it."""
+        """Mark objects as lost. Their arena slots stay reserved until no call or load uses them."""
         HostTransfer.lose(self, objects)  # super() finds another class where a dataclass has slots
         self.occupied.update(objects)
 
 
-def fetch_of(event: FetchOpened, source: Source, available: int) -> FetchTransfer:
+def fetch_of(event: FetchOpened, client: Client, available: int) -> Fetch:
     """A fetch that has just begun: so many layers of it may move."""
     layers = event.layers
-    return FetchTransfer(event.fetch, source, event.objects, len(layers), available, hop=event.hop, numbers=layers)
+    return Fetch(event.fetch, client, event.objects, len(layers), available, hop=event.hop, numbers=layers)
 
 
 # A transfer from the arena to the backend: what one step saves of one group, behind the saves themselves.

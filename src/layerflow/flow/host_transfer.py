@@ -15,8 +15,8 @@ from layerflow.flow.events import Hop, Item
 
 
 @dataclass(slots=True, eq=False)
-class Source:
-    """Who transfers are for, on one hop. :param credit, queued: see :class:`layerflow.flow.ring.Ring`."""
+class Client:
+    """An engine that transfers of one hop are for. :param credit, queued: see :class:`layerflow.flow.ring.Ring`."""
 
     name: str
     transfers: dict[int, HostTransfer] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class HostTransfer:
     """
 
     number: int
-    source: Source
+    client: Client
     objects: tuple[Item, ...]
     layers: int
     limit: int
@@ -75,7 +75,7 @@ class HostTransfer:
 
     @property
     def wanted(self) -> bool:
-        """Something waits for it, or nothing ever has."""
+        """True while something needs the transfer; a write is always needed."""
         return True
 
     @property

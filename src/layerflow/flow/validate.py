@@ -8,10 +8,10 @@ import math
 from layerflow.errors import InvalidTransition
 from layerflow.flow.events import Direction
 from layerflow.flow.graph import (
-    Charge,
+    Accounting,
     Cursor,
-    FetchTransfer,
-    FollowTransfer,
+    Fetch,
+    Follow,
     InFlightBatch,
     Session,
     Step,
@@ -64,18 +64,18 @@ def _lane(state: State, lane: HostLane[T]) -> None:
     for number, transfer in lane.transfers.items():
         _require_transfer(transfer.number == number, transfer, "is not where its lane keeps it")
         _common(transfer)
-        mine = transfer.source.transfers.get(number) is transfer
-        _require_transfer(mine != transfer.closed, transfer, "is with its source exactly until it is closed")
+        mine = transfer.client.transfers.get(number) is transfer
+        _require_transfer(mine != transfer.closed, transfer, "is with its client exactly until it is closed")
         _require_transfer(
-            not transfer.permitted or transfer.closed or transfer.source.queued[lane.hop],
+            not transfer.permitted or transfer.closed or transfer.client.queued[lane.hop],
             transfer,
             "has permitted work and is not queued",
         )
-    for source in lane.sources.values():
-        if not source.transfers or lane.sources[source.name] is not source:
-            raise InvalidTransition(f"{lane.hop.name}: source {source.name} is kept without a transfer")
+    for client in lane.clients.values():
+        if not client.transfers or lane.clients[client.name] is not client:
+            raise InvalidTransition(f"{lane.hop.name}: client {client.name} is kept without a transfer")
     if lane.ring.queue:
-        ready = (source.next_transfer() for source in lane.ring.queue)
+        ready = (client.next_transfer() for client in lane.ring.queue)
         first = next((one for one in ready if one is not None), None)
         if first is not None:
             limits = state.budget.limits
@@ -99,21 +99,25 @@ def _common(transfer: HostTransfer) -> None:
     _require_transfer(0 <= transfer.index <= transfer.limit <= transfer.layers, transfer, "is past what may move")
 
 
-def _fetch(fetch: FetchTransfer) -> None:
+def _fetch(fetch: Fetch) -> None:
     _require_transfer(fetch.occupied <= fetch.lost, fetch, "keeps room that it has not lost")
     _require_transfer(not fetch.closed or bool(fetch.occupied), fetch, "is over and was not forgotten")
     _require_transfer(fetch.wanted or bool(fetch.calls) or fetch.closed, fetch, "is not wanted and was not ended")
     for index in set(range(len(fetch.objects))) - fetch.lost:
-        _require_transfer((fetch.reached((index,)) == fetch.layers) == (index in fetch.whole), fetch, "hides an object")
-    _require_transfer(not fetch.closed or fetch.alarm == math.inf, fetch, "has a deadline and is over")
-    held = {index for edge in fetch.edges for index in edge.spans}
-    _require_transfer(bool(fetch.calls) or fetch.occupied <= held, fetch, "keeps room that nothing touches")
-    for edge in fetch.edges:
-        job = edge.transfer.job
         _require_transfer(
-            edge in job.edges and not job.done, fetch, f"is held by loads of step {job.step.number} that ended"
+            (fetch.layers_ready((index,)) == fetch.layers) == (index in fetch.whole), fetch, "hides an object"
         )
-        _require_transfer(not fetch.lost & set(edge.waiting), fetch, "is waited for where it is lost")
+    _require_transfer(not fetch.closed or fetch.alarm == math.inf, fetch, "has a deadline and is over")
+    held = {index for dependency in fetch.dependencies for index in dependency.spans}
+    _require_transfer(bool(fetch.calls) or fetch.occupied <= held, fetch, "keeps room that nothing touches")
+    for dependency in fetch.dependencies:
+        job = dependency.transfer.job
+        _require_transfer(
+            dependency in job.dependencies and not job.done,
+            fetch,
+            f"is held by loads of step {job.step.number} that ended",
+        )
+        _require_transfer(not fetch.lost & set(dependency.waiting), fetch, "is waited for where it is lost")
 
 
 def _write(write: WriteTransfer) -> None:
@@ -144,19 +148,24 @@ def validate_follows(state: State) -> None:
             for transfer in step.saves.transfers.values() if step.saves is not None else ():
                 for follow in transfer.follows:
                     _require_follow(follow in known and follow.save is transfer, follow, "follows another save")
-            for edge in step.loads.edges if step.loads is not None else ():
-                mine = edge in edge.upstream.edges and state.upstream(edge.upstream.number) is edge.upstream
-                over = edge.upstream.closed and not edge.upstream.occupied
+            for dependency in step.loads.dependencies if step.loads is not None else ():
+                mine = (
+                    dependency in dependency.incoming.dependencies
+                    and state.incoming(dependency.incoming.number) is dependency.incoming
+                )
+                over = dependency.incoming.closed and not dependency.incoming.occupied
                 if not (mine or over):
-                    raise InvalidTransition(f"step {step.number} waits for {edge.upstream.number}, which is forgotten")
+                    raise InvalidTransition(
+                        f"step {step.number} waits for {dependency.incoming.number}, which is forgotten"
+                    )
 
 
-def _require_follow(holds: bool, follow: FollowTransfer, what: str) -> None:
+def _require_follow(holds: bool, follow: Follow, what: str) -> None:
     if not holds:
         raise InvalidTransition(f"follow {follow.number}: {what}")
 
 
-def _follow(follow: FollowTransfer) -> None:
+def _follow(follow: Follow) -> None:
     lost, whole, moved = follow.lost, follow.whole, follow.moved
     _require_follow(not (lost & whole or lost & moved or whole & moved), follow, "has an object in two states")
     _require_follow(follow.closed == (not follow.unfinished()), follow, "is closed exactly when all is over")
@@ -172,22 +181,26 @@ def _follow(follow: FollowTransfer) -> None:
         _require_follow(follow in save.follows, follow, "is unknown to the save that it follows")
         dead = {index for index in follow.unfinished() if follow.parts[index] in save.job.dropped}
         _require_follow(not dead, follow, f"waits for {dead}, which is cancelled")
-    stored = follow.reached(())
+    stored = follow.layers_ready(())
     _require_follow(
         follow.closed or follow.told <= stored, follow, f"told its reader of {follow.told} layers of {stored}"
     )
     _require_follow(
         follow.closed or not follow.lent or follow.told == stored, follow, f"kept {stored} layers from its reader"
     )
-    held = {index for edge in follow.edges for index in edge.spans}
+    held = {index for dependency in follow.dependencies for index in dependency.spans}
     _require_follow(follow.lent or follow.occupied <= held, follow, "keeps room that nothing touches")
-    for edge in follow.edges:
-        job = edge.transfer.job
+    for dependency in follow.dependencies:
+        job = dependency.transfer.job
         _require_follow(
-            edge in job.edges and not job.done, follow, f"is held by loads of step {job.step.number} that ended"
+            dependency in job.dependencies and not job.done,
+            follow,
+            f"is held by loads of step {job.step.number} that ended",
         )
-        _require_follow(not lost & set(edge.waiting), follow, "is waited for where it is lost")
-        _require_follow(not edge.waiting or not moved & set(edge.waiting), follow, "is waited for where it has moved")
+        _require_follow(not lost & set(dependency.waiting), follow, "is waited for where it is lost")
+        _require_follow(
+            not dependency.waiting or not moved & set(dependency.waiting), follow, "is waited for where it has moved"
+        )
 
 
 def validate(state: State) -> None:
@@ -205,9 +218,15 @@ def validate(state: State) -> None:
     validate_fetches(state)
     validate_writes(state)
     validate_follows(state)
-    if state.unsettled or state.advanced or state.loosened or state.severed or state.committed:
+    if (
+        state.dirty_steps
+        or state.progressed_saves
+        or state.finished_loads
+        or state.cancelled_saves
+        or state.committed_saves
+    ):
         raise InvalidTransition(
-            f"{len(state.unsettled)} steps are left unsettled, {len(state.advanced)} saves unfollowed"
+            f"{len(state.dirty_steps)} steps are left unsettled, {len(state.progressed_saves)} saves unfollowed"
         )
 
 
@@ -243,15 +262,15 @@ def _job(state: State, job: TransferJob) -> None:
     pending = step.session.pending[job.direction].get(step.number)
     _require((pending is job) == bool(job.cursors), step, f"{job.direction.name}: queued exactly while it is granted")
     _require(
-        job.flying == sum(len(transfer.in_flight) for transfer in job.transfers.values()),
+        job.in_flight_count == sum(len(transfer.in_flight) for transfer in job.transfers.values()),
         step,
-        f"{job.direction.name}: {job.flying} batches in flight do not match the transfers",
+        f"{job.direction.name}: {job.in_flight_count} batches in flight do not match the transfers",
     )
     _require(not (job.cancelled and job.direction is Direction.LOAD and job.cursors), step, "grants fenced loads")
     _require(not (job.planned and job.cursors), step, "grants loads that its worker moves")
     gates = [batch.gate for batch in job.gated]
     _require(gates == sorted(gates), step, f"{job.direction.name}: gated batches are out of order")
-    _require(not gates or gates[0] > job.reached, step, f"{job.direction.name}: holds what may move")
+    _require(not gates or gates[0] > job.gates_open_to, step, f"{job.direction.name}: holds what may move")
     for transfer in job.transfers.values():
         _transfer_holds(state, transfer)
 
@@ -262,10 +281,14 @@ def _transfer_holds(state: State, transfer: Transfer) -> None:
     cursors = transfer.cursors()
     _require(transfer.pending == len(cursors), step, "miscounts its cursors")
     if not job.cancelled:
-        _require(transfer.sealed == transfer.low(), step, f"sealed {transfer.sealed} layers of {transfer.low()}")
+        _require(
+            transfer.sealed == transfer.first_open_layer(),
+            step,
+            f"sealed {transfer.sealed} layers of {transfer.first_open_layer()}",
+        )
     _require(0 <= transfer.sealed <= layers, step, f"sealed {transfer.sealed} layers of {layers}")
     live = sum(position not in job.dropped for position in transfer.members)
-    _require(transfer.live == live, step, f"counts {transfer.live} live parts of {live}")
+    _require(transfer.live_parts == live, step, f"counts {transfer.live_parts} live parts of {live}")
     covered: list[tuple[int, int]] = []
     for cursor in cursors:
         _cursor(transfer, cursor)
@@ -287,22 +310,24 @@ def _arrivals(state: State, transfer: Transfer, cursors: list[Cursor]) -> None:
     job, layers = transfer.job, len(transfer.shape.layers)
     needs = {need.fetch for position in transfer.members for need in job.parts[position].needs}
     told = transfer.arrivals.keys()
-    unasked = {number for number in told - needs if state.upstream(number) is not None and not job.done}
-    served = {edge.upstream.number for edge in job.edges if edge.transfer is transfer}
+    unasked = {number for number in told - needs if state.incoming(number) is not None and not job.done}
+    served = {dependency.incoming.number for dependency in job.dependencies if dependency.transfer is transfer}
     _require(needs <= told and unasked <= served, job.step, f"knows fetches {transfer.arrivals} of {needs}")
     waiting = {cursor.fetch: cursor for cursor in cursors if cursor.fetch}
     _require(len(waiting) == sum(bool(c.fetch) for c in cursors), job.step, "has two cursors of one fetch")
-    for edge in job.edges:
-        if edge.transfer is not transfer:
+    for dependency in job.dependencies:
+        if dependency.transfer is not transfer:
             continue
-        number = edge.upstream.number
+        number = dependency.incoming.number
         there, cursor = transfer.arrivals[number], waiting.pop(number, None)
         _require(cursor is None or cursor.limit == there, job.step, f"fetch {number} has brought {there} layers")
-        if edge.waiting:
+        if dependency.waiting:
             _require(
-                there == edge.upstream.reached(edge.waiting), job.step, f"is behind fetch {number} at {there} layers"
+                there == dependency.incoming.layers_ready(dependency.waiting),
+                job.step,
+                f"is behind fetch {number} at {there} layers",
             )
-        blocks = joined(span for index in edge.waiting for span in edge.spans[index])
+        blocks = joined(span for index in dependency.waiting for span in dependency.spans[index])
         _require(cursor is None or not without(cursor.spans, blocks), job.step, "waits for what does not come")
         for batch in transfer.in_flight.values():
             early = there < layers and transfer.shape.layers.index(batch.layer) >= there
@@ -331,9 +356,11 @@ def _flight(transfer: Transfer, batch: InFlightBatch) -> None:
     blocks = batch.hi - batch.lo
     whole = batch.nbytes == (0 if transfer.job.planned else blocks * size)
     _require(whole or (blocks == 1 and 0 < batch.nbytes < size), step, f"batch {batch.number} has the wrong size")
-    charges = {Charge.NONE, Charge.GATED if batch.gate > transfer.job.reached else Charge.BUDGET}
-    _require(batch.charge in charges, step, f"batch {batch.number} is charged as {batch.charge.name}")
-    _require(not transfer.job.cancelled or batch.charge is Charge.NONE, step, f"{batch.number} is still charged")
+    charges = {Accounting.NONE, Accounting.GATED if batch.gate > transfer.job.gates_open_to else Accounting.BUDGET}
+    _require(batch.accounting in charges, step, f"batch {batch.number} is charged as {batch.accounting.name}")
+    _require(
+        not transfer.job.cancelled or batch.accounting is Accounting.NONE, step, f"{batch.number} is still charged"
+    )
     _require(all(barrier.pending > 0 for barrier in batch.watch or ()), step, "a quiet watcher is still told")
 
 
@@ -355,7 +382,9 @@ def _saves(job: TransferJob) -> None:
         write = transfer.write
         if write is not None:
             _require(write.save is transfer and not write.closed, step, "has a write that follows another save")
-            _require(not transfer.live or write.limit == transfer.stored(), step, f"its write is at {write.limit}")
+            _require(
+                not transfer.live_parts or write.limit == transfer.stored(), step, f"its write is at {write.limit}"
+            )
             _require(not transfer.committed, step, "is committed, and its write still follows it")
         _require(
             not (transfer.committed and (transfer.in_flight or transfer.pending)), step, "writes a committed object"
@@ -374,11 +403,15 @@ def _budget(state: State, steps: list[Step]) -> None:
         direction = batch.transfer.job.direction
         sums[direction] += batch.nbytes
         counts[direction] += 1
-        charged[direction] += batch.nbytes * (batch.charge is not Charge.NONE)
-        gated[direction] += batch.nbytes * (batch.charge is Charge.GATED)
+        charged[direction] += batch.nbytes * (batch.accounting is not Accounting.NONE)
+        gated[direction] += batch.nbytes * (batch.accounting is Accounting.GATED)
     jobs = [job for step in steps for job in (step.loads, step.saves) if job is not None]
     budget = state.budget
-    if sums != budget.inflight or counts != budget.batches or sum(job.flying for job in jobs) != len(state.in_flight):
+    if (
+        sums != budget.inflight
+        or counts != budget.batches
+        or sum(job.in_flight_count for job in jobs) != len(state.in_flight)
+    ):
         raise InvalidTransition(f"in flight: counted {sums} bytes in {counts} batches, booked {budget.inflight}")
     if charged != budget.charged or gated != budget.gated:
         booked = (budget.charged, budget.gated)
@@ -396,7 +429,7 @@ def _session(session: Session) -> None:
     for step in session.steps.values():
         for job in (step.loads, step.saves):
             for transfer in job.transfers.values() if job is not None else ():
-                held = (batch.nbytes for batch in transfer.in_flight.values() if batch.charge is Charge.GATED)
+                held = (batch.nbytes for batch in transfer.in_flight.values() if batch.accounting is Accounting.GATED)
                 gated[transfer.job.direction] += sum(held)
         if step.saves is None:
             continue

@@ -1,8 +1,9 @@
 """Writes: objects on their way from the arena to the backend, layer by layer behind the saves that store them.
 
-A write begins with its step, so that the host has asked the pool for room when the first layer is stored in the arena;
-where the backlog is full then, the first layer decides. It moves what is stored, publishes what is committed,
-and gives up what is revoked. A call that has begun ends or its host does, so writes need no deadline.
+A write begins with its step, so that the host has asked the pool for room when the first layer is stored in the arena.
+If the write backlog is full when the step opens, the decision is made again when the first layer is stored. A write
+moves what is stored, publishes what is committed, and gives up what is revoked. A call that has begun ends, or its
+host does, so writes need no deadline.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def open_write(state: State, event: WriteOpened, out: list[Command]) -> None:
     layers = len(save.shape.layers)
     nbytes = layers * sum(item.layer_bytes for item in event.objects)
     write = WriteTransfer(
-        event.write, lane.source(event.source), event.objects, layers, 0, parts=event.parts, save=save, nbytes=nbytes
+        event.write, lane.client(event.engine), event.objects, layers, 0, parts=event.parts, save=save, nbytes=nbytes
     )
     save.write = write
     lane.add(write)
@@ -58,7 +59,7 @@ def open_write(state: State, event: WriteOpened, out: list[Command]) -> None:
 def follow_save(state: State, save: Transfer, out: list[Command]) -> None:
     """More of what a write follows may be stored in the arena now."""
     write = save.write
-    if write is None or not save.live:
+    if write is None or not save.live_parts:
         return
     stored = save.stored()
     if stored <= write.limit:

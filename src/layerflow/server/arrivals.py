@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from layerflow.flow.commands import Arrived, Call, LayersStored, ObjectsLost, TransferDone, Vacate
+from layerflow.flow.commands import Arrived, Call, LayersStored, ObjectsLost, RoomFreed, TransferDone
 from layerflow.flow.events import (
     CallDone,
     Event,
@@ -228,7 +228,7 @@ class Fetches:
             self._failed(job.objects[failure.position].key, failure.outcome, failure.reason)
         self._emit([CallDone(self._hop, message.call, tuple((failure.position, failure.reason) for failure in failed))])
 
-    def obey(self, command: Call | Arrived | ObjectsLost | Vacate | TransferDone) -> None:
+    def obey(self, command: Call | Arrived | ObjectsLost | RoomFreed | TransferDone) -> None:
         """What the core wants done."""
         match command:
             case Call():
@@ -246,7 +246,7 @@ class Fetches:
                 self._arrived(self._jobs[command.fetch], command)
             case ObjectsLost():
                 self._left([self._jobs[command.transfer].objects[position].key for position in command.objects])
-            case Vacate():
+            case RoomFreed():
                 job = self._jobs[command.fetch]
                 self._pool.revoke([job.objects[position].key for position in command.objects], job.owner)
                 self._leave(job, len(command.objects))
@@ -324,7 +324,7 @@ def describe(placed: Sequence[tuple[NewObject, int]], layers: int) -> Objects:
 # does not know: which objects they are, where they lie in the arena, and whose their room is.
 
 
-FollowCommand = Arrived | ObjectsLost | Vacate | TransferDone | LayersStored
+FollowCommand = Arrived | ObjectsLost | RoomFreed | TransferDone | LayersStored
 ALLOWED_S = 600.0
 """How long after its lookup a request's steps may follow what it has hit."""
 
@@ -557,7 +557,7 @@ class Follows:
                 lent = [key for key in job.keys if key in job.lent and key in self._coming]
                 if lent and self.listener is not None:
                     self.listener.lent_stored(lent, command.layers)
-            case Vacate():
+            case RoomFreed():
                 for position in command.objects:
                     job.held.discard(position)
                     self._held.pop(job.keys[position], None)

@@ -26,11 +26,11 @@ from layerflow.flow.commands import (
     ObjectsLost,
     Release,
     Revoke,
+    RoomFreed,
     Seal,
     StepDone,
     Submit,
     TransferDone,
-    Vacate,
     WakeAt,
     WriteBegun,
     Written,
@@ -224,11 +224,11 @@ class Driver:
                 self._pool.drop_owner(self._books.pop((command.session, command.step)).owner)
                 self._notice(command.session).finished.append(command.step)
                 self._step_done(command)
-            case Arrived(fetch=number) | Vacate(fetch=number) | LayersStored(follow=number) if number < 0:
+            case Arrived(fetch=number) | RoomFreed(fetch=number) | LayersStored(follow=number) if number < 0:
                 self.follows.obey(command)
             case ObjectsLost(transfer=number) | TransferDone(transfer=number) if number < 0:
                 self.follows.obey(command)
-            case Call() | Arrived() | ObjectsLost() | Vacate() | WriteBegun() | Written() | TransferDone():
+            case Call() | Arrived() | ObjectsLost() | RoomFreed() | WriteBegun() | Written() | TransferDone():
                 assert self.tier is not None
                 self.tier.obey(command)
             case WakeAt():

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import structlog
 
 from layerflow.config.settings import Settings
-from layerflow.flow.commands import Arrived, Call, ObjectsLost, TransferDone, Vacate
+from layerflow.flow.commands import Arrived, Call, ObjectsLost, RoomFreed, TransferDone
 from layerflow.flow.cost import LinkCost, LinkModel
 from layerflow.flow.events import Event, FetchAvailable, FetchFailed, Hop, HostLost
 from layerflow.hosts.backend import ObjectStatus
@@ -440,7 +440,7 @@ class PeerSource:
         """Is this fetch from a peer?"""
         return self.fetches.knows(fetch)
 
-    def obey(self, command: Call | Arrived | ObjectsLost | Vacate | TransferDone) -> None:
+    def obey(self, command: Call | Arrived | ObjectsLost | RoomFreed | TransferDone) -> None:
         """What the core wants done on the way from peers."""
         if isinstance(command, Call):
             lease = self._reading.get(command.transfer)
