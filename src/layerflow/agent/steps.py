@@ -536,8 +536,8 @@ class Steps(OpenSteps):
         with self.lock:
             lost, self.attachment = self.attachment, None
             if lost is not None:
-                self._undecided = self.arenas.abandoned(lost.incarnation)
-                going_on = set(self._undecided.loading) if self._undecided is not None else going_on
+                arena = self._undecided = self.arenas.abandoned(lost.incarnation)
+                going_on = set(arena.loading) if arena is not None else set()
         steps = self.all()
         log.warning("agent_detached", reason=reason, open_steps=len(steps), going_on=len(going_on))
         for step in steps:
