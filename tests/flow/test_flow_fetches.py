@@ -12,15 +12,16 @@ from layerflow.flow.commands import (
     LoadFailed,
     LoadsDone,
     ObjectsLost,
+    RoomFreed,
     Seal,
     TransferDone,
-    Vacate,
 )
 from layerflow.flow.events import (
-    FetchLeased,
     FetchOpened,
     FrontierReached,
+    Hop,
     HostLost,
+    IncomingLeased,
     Item,
     LayersComputed,
     Limits,
@@ -32,7 +33,7 @@ from layerflow.flow.events import (
     StepClosed,
     Tick,
 )
-from layerflow.flow.host_lane import CALLS_AHEAD, FIRST_BYTES, MOST_BYTES, QUICK_S, HostLane, Pace
+from layerflow.flow.host_lane import CALLS_AHEAD, FIRST_BYTES, MOST_BYTES, QUICK_S, CallSizer, HostLane
 
 
 @pytest.fixture
@@ -112,10 +113,10 @@ def test_exactly_the_blocks_of_a_lost_object_fail_and_the_leading_ones_load():
     out = world.end_call(call, 1)
     assert failed(out) == [("a", 2, 4, "not fetched: gone")]
     assert [s[:3] for s in carved(out)] == [(i, lo, hi) for i in range(3) for lo, hi in ((0, 2), (4, 6))]
-    assert of(out, ObjectsLost)[0].objects == (1,) and not of(out, Vacate), "the step may read its room"
+    assert of(out, ObjectsLost)[0].objects == (1,) and not of(out, RoomFreed), "the step may read its room"
     done = [c for s in submits(out, LOAD) for c in world.done(s)]
-    assert of(done, LoadsDone) and of(done, Vacate) == [Vacate(1, (1,))]
-    assert done.index(of(done, LoadsDone)[0]) < done.index(of(done, Vacate)[0])
+    assert of(done, LoadsDone) and of(done, RoomFreed) == [RoomFreed(Hop.FETCH, 1, (1,))]
+    assert done.index(of(done, LoadsDone)[0]) < done.index(of(done, RoomFreed)[0])
     world.drain()
     assert world.steps[0, 1].sides[SAVE].revoked == {0}, "what is computed on top of it is not stored"
 
@@ -126,7 +127,7 @@ def test_the_last_object_that_is_lost_seals_and_ends_the_loads():
     world.open(0, 1, [coming("a", 0, 2, 1)])
     out = world.end_call(next(iter(world.fetches.calls.values())), 0)
     assert failed(out) == [("a", 0, 2, "not fetched: gone")]
-    assert [c.layer for c in of(out, Seal)] == [0, 1] and of(out, LoadsDone) and of(out, Vacate)
+    assert [c.layer for c in of(out, Seal)] == [0, 1] and of(out, LoadsDone) and of(out, RoomFreed)
     assert out.index(of(out, LoadFailed)[0]) < out.index(of(out, Seal)[0])
     world.drain()
 
@@ -169,7 +170,7 @@ def test_a_step_whose_deadline_had_passed_when_it_opened_holds_nothing():
     world.bring(1, 3)
     out = world.open(0, 1, [coming("a", 0, 2, 1)], deadline=world.now - 1)
     assert failed(out) and of(out, LoadsDone)
-    assert not world.flow._state.fetches.transfers[1].edges
+    assert not world.flow._state.fetches.transfers[1].dependencies
     assert [command.readers for command in of(world.fetched(1, 3), Arrived)] == [()]
     world.drain()
 
@@ -180,18 +181,18 @@ def test_a_lost_session_holds_nothing(one_layer):
     world.open(0, 1, [coming("a", 0, 2, 1)], [Part("a", 0, 2)])
     assert of(world.send(SessionLost(0)), LoadsDone)
     out = [c for call in list(world.fetches.calls.values()) for c in world.end_call(call)]
-    assert of(out, ObjectsLost) and of(out, Vacate) and of(out, TransferDone) and not world.fetches.calls
+    assert of(out, ObjectsLost) and of(out, RoomFreed) and of(out, TransferDone) and not world.fetches.calls
     world.drain()
 
 
 def test_what_is_wanted_again_before_the_host_has_ended_goes_on_where_it_was(one_layer):
     world = one_session(layers=9)
     world.bring(1, 9)
-    world.send(FetchLeased(1, True))
+    world.send(IncomingLeased(1, True))
     first = next(iter(world.fetches.calls.values()))
-    world.send(FetchLeased(1, False))
+    world.send(IncomingLeased(1, False))
     assert not of(world.end_call(first), Call), "nobody wants more of it"
-    out = world.send(FetchLeased(1, True))
+    out = world.send(IncomingLeased(1, True))
     assert calls(out) == [(1, 0, 1, CALLS_AHEAD, CALLS_AHEAD + 1)]
     assert of(world.fetched(1, 9), Arrived)
     world.drain()
@@ -288,7 +289,7 @@ def test_engines_take_turns_whatever_they_have_asked_for(one_layer):
 
 
 def paced(overhead_s, bytes_per_s, rounds=40):
-    pace = Pace()
+    pace = CallSizer()
     for _ in range(rounds):
         pace.ended(pace.nbytes, overhead_s + pace.nbytes / bytes_per_s)
     return pace.nbytes
@@ -298,6 +299,6 @@ def test_calls_grow_where_each_costs_much_and_stay_small_where_bytes_do():
     assert paced(30e-3, 1e9) == MOST_BYTES, "a store that takes 30 ms for anything"
     assert paced(0.3e-3, 10e6) <= 2 * FIRST_BYTES, "one of 10 MB/s: the next fetch does not wait for seconds"
     assert QUICK_S < 0.3e-3 + paced(0.3e-3, 2e9) / 2e9 < 4 * QUICK_S
-    pace = Pace()
+    pace = CallSizer()
     pace.ended(100, 1e-6)
     assert pace.nbytes == FIRST_BYTES, "a small call says nothing of large ones"

@@ -18,9 +18,9 @@ from layerflow.flow.commands import (
     LoadsDone,
     ObjectsLost,
     Revoke,
+    RoomFreed,
     Submit,
     TransferDone,
-    Vacate,
     WriteBegun,
 )
 from layerflow.flow.commands import Written as WrittenCommand
@@ -102,7 +102,7 @@ class World:
             for command in self.flow.handle(event, 0.0):
                 self.commands.append(command)
                 match command:
-                    case Arrived() | Vacate() | Call(hop=Hop.FETCH):
+                    case Arrived() | RoomFreed() | Call(hop=Hop.FETCH):
                         self.fetches.obey(command)
                     case ObjectsLost(hop=Hop.FETCH) | TransferDone(hop=Hop.FETCH):
                         self.fetches.obey(command)

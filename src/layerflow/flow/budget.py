@@ -20,10 +20,10 @@ from operator import attrgetter
 
 from layerflow.errors import ConfigError
 from layerflow.flow.events import LOAD, SAVE, Direction, Limits
-from layerflow.flow.graph import Charge, InFlightBatch, Session, TransferJob
+from layerflow.flow.graph import Accounting, InFlightBatch, Session, TransferJob
 
 # Bound once, as LOAD and SAVE are.
-_BUDGET, _GATED, _NONE = Charge.BUDGET, Charge.GATED, Charge.NONE
+_BUDGET, _GATED, _NONE = Accounting.BUDGET, Accounting.GATED, Accounting.NONE
 
 
 class Budget:
@@ -100,8 +100,8 @@ class Budget:
         self.inflight[direction] += nbytes
         self.batches[direction] += 1
         self.charged[direction] += nbytes
-        if batch.gate >= 0 and batch.gate > job.reached:
-            batch.charge = _GATED
+        if batch.gate >= 0 and batch.gate > job.gates_open_to:
+            batch.accounting = _GATED
             self.gated[direction] += nbytes
             job.step.session.gated[direction] += nbytes
             if job.gated and job.gated[-1].gate > batch.gate:
@@ -111,25 +111,25 @@ class Budget:
 
     def open_gates(self, job: TransferJob) -> None:
         """The forward pass has come further: of the job's batches, some can move now."""
-        ready = bisect_right(job.gated, job.reached, key=_gate)
+        ready = bisect_right(job.gated, job.gates_open_to, key=_gate)
         for batch in job.gated[:ready]:
-            if batch.charge is _GATED:
-                batch.charge = _BUDGET
+            if batch.accounting is _GATED:
+                batch.accounting = _BUDGET
                 self._ungate(batch)
         del job.gated[:ready]
 
-    def excuse(self, batch: InFlightBatch) -> None:
+    def stop_charging(self, batch: InFlightBatch) -> None:
         """A batch was called back: it is awaited, and charged no more."""
-        if batch.charge is _NONE:
+        if batch.accounting is _NONE:
             return
-        if batch.charge is _GATED:
+        if batch.accounting is _GATED:
             self._ungate(batch)
         self.charged[batch.transfer.job.direction] -= batch.nbytes
-        batch.charge = _NONE
+        batch.accounting = _NONE
 
     def give(self, batch: InFlightBatch) -> None:
         """A batch ended."""
-        self.excuse(batch)
+        self.stop_charging(batch)
         direction = batch.transfer.job.direction
         self.inflight[direction] -= batch.nbytes
         self.batches[direction] -= 1

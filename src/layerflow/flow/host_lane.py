@@ -9,7 +9,7 @@ from layerflow.errors import InvalidTransition
 from layerflow.flow.budget import Budget
 from layerflow.flow.commands import Call, Command
 from layerflow.flow.events import CallDone, Hop
-from layerflow.flow.host_transfer import CallExtent, HostTransfer, Source
+from layerflow.flow.host_transfer import CallExtent, Client, HostTransfer, by_reason
 from layerflow.flow.ring import Ring
 
 CALLS_AHEAD = 3
@@ -23,7 +23,7 @@ WORTH_IT = 1.25
 T = TypeVar("T", bound=HostTransfer)
 
 
-class Pace:
+class CallSizer:
     """The size of the next call of one lane, from the calls that have ended.
 
     Small calls let the other transfers have their turn and bring the first layers early; where a call costs much
@@ -64,44 +64,53 @@ class HostLane(Generic[T]):
     """
 
     __slots__ = (
-        "backlog", "began", "calls", "hop", "inflight", "newest", "next_call", "pace", "ring", "sources", "transfers",
+        "backlog",
+        "began",
+        "calls",
+        "clients",
+        "hop",
+        "inflight",
+        "next_call",
+        "ring",
+        "sizer",
+        "transfers",
     )  # fmt: skip
 
     def __init__(self, hop: Hop) -> None:
         self.hop = hop
-        self.ring: Ring[Source] = Ring(hop)
-        self.pace = Pace()
-        self.sources: dict[str, Source] = {}
+        self.ring: Ring[Client] = Ring(hop)
+        self.sizer = CallSizer()
+        self.clients: dict[str, Client] = {}
         self.transfers: dict[int, T] = {}
         self.calls: dict[int, T] = {}
-        self.newest = 0
         self.next_call = 1
         self.inflight = 0
         self.backlog = 0
         self.began = -math.inf
 
-    def source(self, name: str) -> Source:
+    def client(self, name: str) -> Client:
         """Who transfers are for; remembered for as long as there are any."""
-        return self.sources.setdefault(name, Source(name))
+        return self.clients.setdefault(name, Client(name))
 
     def add(self, transfer: T) -> None:
         """A transfer has begun."""
         self.transfers[transfer.number] = transfer
-        transfer.source.transfers[transfer.number] = transfer
-        self.newest = transfer.number
+        transfer.client.transfers[transfer.number] = transfer
         self.join(transfer)
 
     def remove(self, transfer: T) -> None:
         """Nothing of a transfer moves any more."""
-        source = transfer.source
-        if source.transfers.pop(transfer.number, None) is not None and not source.transfers:
-            self.ring.leave(source)
-            del self.sources[source.name]
+        client = transfer.client
+        del self.transfers[transfer.number]
+        del client.transfers[transfer.number]
+        if not client.transfers:
+            self.ring.leave(client)
+            del self.clients[client.name]
 
     def join(self, transfer: T) -> None:
         """Something of the transfer may move now."""
-        if transfer.permitted and transfer.number in transfer.source.transfers:
-            self.ring.join(transfer.source)
+        if transfer.permitted and transfer.number in transfer.client.transfers:
+            self.ring.join(transfer.client)
 
     def fits(self, nbytes: int, budget: Budget) -> bool:
         """Whether a call may be handed out now: one that is larger than the whole budget only alone."""
@@ -110,8 +119,8 @@ class HostLane(Generic[T]):
 
     def most_bytes(self, transfer: HostTransfer, budget: Budget) -> int:
         """What the transfer's next call may move: little at first, for the engine waits for its first layer."""
-        pace = min(FIRST_BYTES, self.pace.nbytes) if not transfer.index else self.pace.nbytes
-        return min(pace, budget.limits.max_transfer_bytes, budget.limits.max_inflight_bytes)
+        wanted = min(FIRST_BYTES, self.sizer.nbytes) if not transfer.index else self.sizer.nbytes
+        return min(wanted, budget.limits.max_transfer_bytes, budget.limits.max_inflight_bytes)
 
     def hand_out(self, transfer: T, extent: CallExtent, now: float) -> Call:
         """Give the host a call."""
@@ -125,8 +134,8 @@ class HostLane(Generic[T]):
         return call
 
     def take(self, event: CallDone, now: float) -> tuple[T, Call, dict[str, list[int]]] | None:
-        """The transfer of a call that the host has ended, the call, and what failed with it, see
-        :meth:`HostTransfer.fresh`; None = that is long over.
+        """Return the transfer of a call that the host has ended, the call, and by reason the objects that have failed
+        now; None = that is long over.
 
         :raises InvalidTransition: for a call that was never handed out, or objects that the transfer does not have.
         """
@@ -141,32 +150,32 @@ class HostLane(Generic[T]):
         del self.calls[event.call]
         call = transfer.calls.pop(event.call)
         self.inflight -= call.nbytes
-        self.pace.ended(call.nbytes, now - self.began)
+        self.sizer.ended(call.nbytes, now - self.began)
         self.began = now
-        return transfer, call, transfer.fresh(event.failed)
+        return transfer, call, by_reason(event.failed, transfer.unfinished()) if event.failed else {}
 
     def lost(self) -> None:
         """The host is dead."""
         self.calls.clear()
         self.inflight = 0
-        self.pace = Pace()
+        self.sizer = CallSizer()
 
 
 def grant_calls(lane: HostLane[T], budget: Budget, now: float, out: list[Command]) -> None:
-    """Hand out whatever may run now: in turns between sources, and what is wanted soonest of each."""
+    """Hand out whatever may run now: in turns between engines, and what each wants soonest."""
     ring = lane.ring
     while ring.queue and len(lane.calls) < CALLS_AHEAD:
-        source = ring.queue[0]
-        transfer = source.next_transfer()
+        client = ring.queue[0]
+        transfer = client.next_transfer()
         if transfer is None:
-            ring.leave(source)
+            ring.leave(client)
             continue
         most = lane.most_bytes(transfer, budget)
         extent = transfer.next_extent(budget.limits.max_transfer_blocks, most)
-        if not ring.turn(source, extent.nbytes, max(most, extent.nbytes)):
+        if not ring.turn(client, extent.nbytes, max(most, extent.nbytes)):
             continue
         if not lane.fits(extent.nbytes, budget):
             return
-        ring.charge(source, extent.nbytes)
+        ring.charge(client, extent.nbytes)
         transfer.advance(extent)
         out.append(lane.hand_out(lane.transfers[transfer.number], extent, now))

@@ -12,26 +12,23 @@ from typing import Any
 
 from layerflow.errors import InvalidTransition
 from layerflow.flow.arrivals import (
+    add_cursors,
     advance_follows,
     check_needs,
     commit_follows,
     expire_fetch,
-    fail_fetch,
+    extend_fetch,
+    fail_fetches,
+    fail_incoming,
     fetch_done,
-    lay_out,
-    lease_fetch,
-    lend_follow,
-    lose_fetches,
-    lose_follow,
+    finalize_incoming_if_done,
+    lease_incoming,
     lose_followed,
-    move_follow,
     open_fetch,
     open_follow,
-    raise_fetch,
-    release_edges,
+    rebind_follow,
+    release,
     revoke_fetches,
-    settle_fetch,
-    settle_follow,
 )
 from layerflow.flow.commands import Command, Revoke, WakeAt
 from layerflow.flow.events import (
@@ -44,16 +41,14 @@ from layerflow.flow.events import (
     Event,
     FetchAvailable,
     FetchesRevoked,
-    FetchFailed,
-    FetchLeased,
     FetchOpened,
-    FollowLent,
-    FollowLost,
     FollowMoved,
     FollowOpened,
     FrontierReached,
     Hop,
     HostLost,
+    IncomingFailed,
+    IncomingLeased,
     LayersComputed,
     Limits,
     LimitsChanged,
@@ -71,8 +66,7 @@ from layerflow.flow.events import (
     WritesRevoked,
 )
 from layerflow.flow.graph import (
-    FetchTransfer,
-    FollowTransfer,
+    Fetch,
     Session,
     Step,
     Transfer,
@@ -91,10 +85,10 @@ from layerflow.flow.progress import (
     check_planned,
     drained,
     fence_loads,
-    let_move,
+    finalize_step_if_done,
     loads_moved,
     lose_session,
-    settle,
+    track_worker_driven,
 )
 from layerflow.flow.scheduler import grant
 from layerflow.flow.state import FlowStatistics, State
@@ -127,7 +121,7 @@ def open_step(state: State, session: Session, event: StepOpened, out: list[Comma
     if event.loads:
         step.loads = _job(state, step, Direction.LOAD, event.loads, planned=event.planned)
         if event.planned:
-            let_move(state, step.loads)
+            track_worker_driven(state, step.loads)
         else:
             state.enqueue(step.loads)
     if event.saves:
@@ -183,43 +177,46 @@ def _job(
         transfer = Transfer(job, step.session.groups[group], members, starts)
         job.transfers[group] = transfer
         if arrives:
-            lay_out(state, transfer)
+            add_cursors(state, transfer)
         elif not planned:
             transfer.add_cursor([(0, starts[-1])])
     return job
 
 
-def _conclude(state: State, out: list[Command]) -> None:
-    """What follows from an event, until nothing more does: a save that is given up may fail a load, and that a save."""
-    while state.advanced or state.severed or state.unsettled or state.committed or state.loosened:
-        # What is given up counts as stored no more: nobody is told of layers that it does not have. What is stored is
-        # told of before the commit that follows from the last of it.
-        while state.severed:
-            severed, state.severed = state.severed, []
-            for save, parts, reason in severed:
+def _propagate(state: State, out: list[Command]) -> None:
+    """Carry an event on until nothing changes: a cancelled save may fail a load, and a failed load cancel a save."""
+    while (
+        state.progressed_saves
+        or state.cancelled_saves
+        or state.dirty_steps
+        or state.committed_saves
+        or state.finished_loads
+    ):
+        # Process cancelled saves first, so that followers are never told of layers that the save has lost; and stored
+        # layers before commits, so that followers hear of the last layer before its publication.
+        while state.cancelled_saves:
+            cancelled, state.cancelled_saves = state.cancelled_saves, []
+            for save, parts, reason in cancelled:
                 lose_followed(state, save, parts, reason, out)
-        for save in state.advanced:
+        for save in state.progressed_saves:
             follow_save(state, save, out)
             advance_follows(state, save, out)
-        state.advanced.clear()
-        for step in state.unsettled:
-            settle(state, step, out)
-        state.unsettled.clear()
-        for save in state.committed:
+        state.progressed_saves.clear()
+        for step in state.dirty_steps:
+            finalize_step_if_done(state, step, out)
+        state.dirty_steps.clear()
+        for save in state.committed_saves:
             commit_follows(state, save, out)
-        state.committed.clear()
-        _loosen(state, out)
+        state.committed_saves.clear()
+        _release_finished_loads(state, out)
 
 
-def _loosen(state: State, out: list[Command]) -> None:
-    """Loads that are over hold nothing any more, and nothing that happens to what they held concerns them."""
-    loosened, state.loosened = state.loosened, []
-    held = dict.fromkeys(upstream for job in loosened for upstream in release_edges(job))
-    for upstream in held:
-        if isinstance(upstream, FetchTransfer):
-            settle_fetch(state, upstream, out)
-        elif isinstance(upstream, FollowTransfer):
-            settle_follow(state, upstream, out)
+def _release_finished_loads(state: State, out: list[Command]) -> None:
+    """Release the incoming objects of finished loads; later failures of these objects no longer affect the loads."""
+    finished, state.finished_loads = state.finished_loads, []
+    held = dict.fromkeys(incoming for job in finished for incoming in release(job))
+    for incoming in held:
+        finalize_incoming_if_done(state, incoming, out)
 
 
 class Flow:
@@ -240,12 +237,10 @@ class Flow:
             StepOpened: self._step_opened,
             FetchOpened: self._fetch_opened,
             FetchAvailable: self._fetch_available,
-            FetchFailed: partial(fail_fetch, self._state),
-            FetchLeased: partial(lease_fetch, self._state),
             FollowOpened: partial(open_follow, self._state),
-            FollowLent: partial(lend_follow, self._state),
-            FollowMoved: partial(move_follow, self._state),
-            FollowLost: partial(lose_follow, self._state),
+            FollowMoved: partial(rebind_follow, self._state),
+            IncomingFailed: partial(fail_incoming, self._state),
+            IncomingLeased: partial(lease_incoming, self._state),
             WriteOpened: partial(open_write, self._state),
             WritesRevoked: partial(revoke_writes, self._state),
             CallDone: self._call_done,
@@ -287,8 +282,8 @@ class Flow:
                 self._expire(due, now, out)
             else:
                 expire_fetch(state, due, out)
-        if state.advanced or state.unsettled or state.loosened or state.severed:
-            _conclude(state, out)
+        if state.progressed_saves or state.dirty_steps or state.finished_loads or state.cancelled_saves:
+            _propagate(state, out)
         grant(state, out, most)
         if state.fetches.ring.queue:
             grant_calls(state.fetches, state.budget, now, out)
@@ -325,6 +320,7 @@ class Flow:
         """A snapshot."""
         state = self._state
         inflight, batches = state.budget.inflight, state.budget.batches
+        fetches = sum(isinstance(incoming, Fetch) for incoming in state.incoming.values())
         return FlowStatistics(
             sessions=len(state.sessions),
             steps=sum(len(session.steps) for session in state.sessions.values()),
@@ -333,12 +329,12 @@ class Flow:
             load_inflight_batches=batches[LOAD],
             save_inflight_batches=batches[SAVE],
             unsaved_bytes=sum(session.unsaved for session in state.sessions.values()),
-            fetches=len(state.fetches.transfers) + len(state.peers.transfers),
+            fetches=fetches,
             fetch_inflight_bytes=state.fetches.inflight + state.peers.inflight,
             writes=len(state.writes.transfers),
             write_inflight_bytes=state.writes.inflight,
             write_backlog_bytes=state.writes.backlog,
-            following=len(state.follows),
+            following=len(state.incoming) - fetches,
             **asdict(state.counters),
         )
 
@@ -353,7 +349,8 @@ class Flow:
         session = self._state.session(event.session)
         if session is not None:
             lose_session(self._state, session, out)
-            _loosen(self._state, out)  # before its own saves are given up, which its own loads may have waited for
+            # Before its own saves are given up: its own loads may have waited for them.
+            _release_finished_loads(self._state, out)
 
     def _step_opened(self, event: StepOpened, out: list[Command]) -> None:
         session = self._state.session(event.session)
@@ -364,18 +361,18 @@ class Flow:
         open_fetch(self._state, event, self._now)
 
     def _fetch_available(self, event: FetchAvailable, _: list[Command]) -> None:
-        raise_fetch(self._state, event, self._now)
+        extend_fetch(self._state, event, self._now)
 
     def _call_done(self, event: CallDone, out: list[Command]) -> None:
         state = self._state
-        lane: HostLane[FetchTransfer] | HostLane[WriteTransfer]
+        lane: HostLane[Fetch] | HostLane[WriteTransfer]
         lane = state.writes if event.hop is Hop.WRITE else state.lane_of(event.hop)
         taken = lane.take(event, self._now)
         if taken is None:
             state.counters.late_reports += 1
             return
         transfer, call, failed = taken
-        if isinstance(transfer, FetchTransfer):
+        if isinstance(transfer, Fetch):
             fetch_done(state, transfer, call, failed, self._now, out)
         else:
             write_done(state, transfer, call, failed, out)
@@ -385,7 +382,7 @@ class Flow:
             if hop is Hop.WRITE:
                 lose_writes(self._state, event.reason, out)
             else:
-                lose_fetches(self._state, self._state.lane_of(hop), event.reason, out)
+                fail_fetches(self._state, self._state.lane_of(hop), event.reason, out)
 
     def _frontier_reached(self, event: FrontierReached, _: list[Command]) -> None:
         step = self._state.step(event, event.session, event.step)
@@ -445,7 +442,7 @@ class Flow:
             if step.saves is not None and step.saves.open and not step.saves.cancelled:
                 cancel_uncomputed(state, step.saves, reason, out)
         step.closed = True
-        state.unsettled.append(step)
+        state.dirty_steps.append(step)
 
     def _request_aborted(self, event: RequestAborted, out: list[Command]) -> None:
         session = self._state.session(event.session)
@@ -470,7 +467,7 @@ class Flow:
                 fence_loads(state, loads, event.reason, out, cancel=True)
             if saves is not None and saves.open and not saves.cancelled:
                 cancel_saves(state, saves, event.reason, out)
-            state.unsettled.append(step)
+            state.dirty_steps.append(step)
 
     def _limits_changed(self, event: LimitsChanged, _: list[Command]) -> None:
         state = self._state
@@ -494,4 +491,4 @@ class Flow:
             cancel_saves(state, saves, reason, out)
         if now >= max(step.deadline, step.save_deadline):
             step.closed = True
-        state.unsettled.append(step)
+        state.dirty_steps.append(step)

@@ -33,7 +33,7 @@ from layerflow.flow.state import State
 from layerflow.flow.writes import commit_write, lose_parts
 
 
-def settle(state: State, step: Step, out: list[Command]) -> None:
+def finalize_step_if_done(state: State, step: Step, out: list[Command]) -> None:
     """Say what has become true of the step, and forget it when nothing is left.
 
     A commit waits for the step's loads, and for those of earlier steps for the same requests: a request
@@ -44,12 +44,12 @@ def settle(state: State, step: Step, out: list[Command]) -> None:
     loads, saves = step.loads, step.saves
     if loads is not None and not loads.done and loads.idle:
         loads.done = True
-        state.loosened.append(loads)
+        state.finished_loads.append(loads)
         out.append(LoadsDone(step.session.number, step.number))
         release_held(state, step)
     if saves is not None and saves.open and (loads is None or loads.done):
         _commit(state, saves, out)
-    if step.closed and (loads is None or loads.done) and (saves is None or not (saves.open or saves.flying)):
+    if step.closed and (loads is None or loads.done) and (saves is None or not (saves.open or saves.in_flight_count)):
         forget(state, step, out)
     else:
         state.deadlines.set(step, step.next_alarm())
@@ -71,7 +71,7 @@ def _commit(state: State, saves: TransferJob, out: list[Command]) -> None:
     for transfer in ready:
         commit_write(state, transfer, out)
         if transfer.follows:
-            state.committed.append(transfer)
+            state.committed_saves.append(transfer)
 
 
 def builds_on_loads(saves: TransferJob, transfers: Iterable[Transfer]) -> bool:
@@ -93,7 +93,7 @@ def release_held(state: State, step: Step) -> None:
     """The step's loads are decided: commits that waited for them are looked at again."""
     for other in step.session.steps.values():
         if other.saves is not None and other.saves.held:
-            state.unsettled.append(other)
+            state.dirty_steps.append(other)
 
 
 def forget(state: State, step: Step, out: list[Command]) -> None:
@@ -112,7 +112,7 @@ def seal_rest(job: TransferJob, out: list[Command]) -> None:
     if job.cancelled:
         return
     for transfer in job.transfers.values():
-        low = transfer.low()
+        low = transfer.first_open_layer()
         for layer in transfer.shape.layers[transfer.sealed : low]:
             out.append(Seal(job.step.session.number, job.step.number, job.direction, layer))
         transfer.sealed = max(transfer.sealed, low)
@@ -125,7 +125,7 @@ def revoke(state: State, step: Step, parts: Sequence[int], reason: str, out: lis
     saves.revoked.update(parts)
     saves.open -= len(parts)
     state.counters.revoked_parts += len(parts)
-    state.unsettled.append(step)
+    state.dirty_steps.append(step)
     out.append(Revoke(step.session.number, step.number, tuple(parts), reason))
     for transfer in saves.transfers.values():
         lose_parts(state, transfer, parts, reason, out)
@@ -149,14 +149,14 @@ def cancel_parts(state: State, job: TransferJob, positions: Iterable[int]) -> li
     ]
     job.dropped.update(fresh)
     for position in fresh:
-        job.transfer_of(position).live -= 1
+        job.transfer_of(position).live_parts -= 1
     if job.cursors and fresh:
         for transfer, holes in job.spans_of(fresh):
             _drop_blocks(job, transfer, holes)
     if not job.cursors:
         state.dequeue(job)
     state.permit(job.step.session, job.direction)
-    state.advanced += [transfer for transfer in job.transfers.values() if transfer.watched]
+    state.progressed_saves += [transfer for transfer in job.transfers.values() if transfer.has_observers]
     return fresh
 
 
@@ -181,7 +181,7 @@ def cancel_save_parts(state: State, step: Step, positions: Iterable[int], reason
     if not fresh:
         return
     seal_rest(job, out)
-    state.severed += [(transfer, fresh, reason) for transfer in job.transfers.values() if transfer.follows]
+    state.cancelled_saves += [(transfer, fresh, reason) for transfer in job.transfers.values() if transfer.follows]
     barrier = DrainBarrier(revoke=(step, tuple(sorted(fresh)), reason))
     barrier.watch(job.spans_of(fresh))
     if not barrier.pending:
@@ -261,7 +261,7 @@ def fail_blocks(state: State, transfer: Transfer, spans: list[Span], reason: str
     state.permit(job.step.session, job.direction)
     invalidate_saves(state, job.step, hurt, reason, out)
     seal_rest(job, out)
-    state.unsettled.append(job.step)
+    state.dirty_steps.append(job.step)
 
 
 def fence_loads(state: State, job: TransferJob, reason: str, out: list[Command], *, cancel: bool) -> None:
@@ -274,11 +274,11 @@ def fence_loads(state: State, job: TransferJob, reason: str, out: list[Command],
         for lo, hi in joined(ranges):
             outstanding.update(transfer.overlapping(lo, hi))
     fail_loads(state, job, sorted(outstanding), reason, out)
-    state.call_back(job.transfers.values())
+    state.stop_charging(job.transfers.values())
     release_held(state, job.step)
     if cancel:
         out.append(Cancel(job.step.session.number, job.step.number, Direction.LOAD, reason))
-    state.unsettled.append(job.step)
+    state.dirty_steps.append(job.step)
 
 
 def cancel_saves(state: State, job: TransferJob, reason: str, out: list[Command]) -> None:
@@ -286,7 +286,7 @@ def cancel_saves(state: State, job: TransferJob, reason: str, out: list[Command]
     job.cancelled = True
     out.append(Cancel(job.step.session.number, job.step.number, Direction.SAVE, reason))
     cancel_save_parts(state, job.step, range(len(job.parts)), reason, out)
-    state.call_back(job.transfers.values())
+    state.stop_charging(job.transfers.values())
 
 
 def cancel_uncomputed(state: State, job: TransferJob, reason: str, out: list[Command]) -> None:
@@ -302,7 +302,7 @@ def cancel_uncomputed(state: State, job: TransferJob, reason: str, out: list[Com
     if any(batch.layer >= step.computed for transfer in lost for batch in transfer.in_flight.values()):
         out.append(Cancel(step.session.number, step.number, Direction.SAVE, reason))
     cancel_save_parts(state, step, sorted(position for transfer in lost for position in transfer.members), reason, out)
-    state.call_back(lost)
+    state.stop_charging(lost)
 
 
 def abort(state: State, steps: Iterable[Step], request: str, out: list[Command]) -> DrainBarrier:
@@ -313,7 +313,7 @@ def abort(state: State, steps: Iterable[Step], request: str, out: list[Command])
             cancel_parts(state, step.loads, loads)
             seal_rest(step.loads, out)
             barrier.watch(step.loads.spans_of(loads))
-            state.unsettled.append(step)
+            state.dirty_steps.append(step)
         if step.saves is not None and (saves := step.saves.positions_of((request,))):
             cancel_save_parts(state, step, saves, "the request was aborted", out)
             barrier.watch(step.saves.spans_of(saves))
@@ -328,7 +328,7 @@ def batch_done(state: State, event: BatchDone, out: list[Command], *, by_plan: b
 
     :param by_plan: the end of planned loads, of which no batch was granted.
     """
-    batch = _land(state, event, by_plan=by_plan)
+    batch = _take_out(state, event, by_plan=by_plan)
     if batch is None:
         return
     job = batch.transfer.job
@@ -337,12 +337,12 @@ def batch_done(state: State, event: BatchDone, out: list[Command], *, by_plan: b
         state.counters.loaded_bytes += batch.nbytes
     else:
         state.counters.saved_bytes += batch.nbytes
-    _landed(state, batch, out)
+    _after_batch(state, batch, out)
 
 
 def batch_failed(state: State, event: BatchFailed, out: list[Command]) -> None:
     """Its bytes are not all in place: the parts it carried fail, and nobody else's."""
-    batch = _land(state, event)
+    batch = _take_out(state, event)
     if batch is None:
         return
     transfer = batch.transfer
@@ -352,10 +352,10 @@ def batch_failed(state: State, event: BatchFailed, out: list[Command]) -> None:
     else:
         hit = transfer.overlapping(batch.lo, batch.hi)
         cancel_save_parts(state, transfer.job.step, hit, event.reason, out)
-    _landed(state, batch, out)
+    _after_batch(state, batch, out)
 
 
-def _land(state: State, event: BatchDone | BatchFailed, *, by_plan: bool = False) -> InFlightBatch | None:
+def _take_out(state: State, event: BatchDone | BatchFailed, *, by_plan: bool = False) -> InFlightBatch | None:
     """Take a batch out of flight; None = it is long gone.
 
     :raises InvalidTransition: for a batch that was never granted, be it to this session or as part of a plan.
@@ -384,23 +384,23 @@ def _land(state: State, event: BatchDone | BatchFailed, *, by_plan: bool = False
     step.story.append(event)
     del state.in_flight[event.batch]
     del transfer.in_flight[event.batch]
-    job.flying -= 1
+    job.in_flight_count -= 1
     state.budget.give(batch)
     if job.direction is SAVE:
-        if transfer.watched:
-            state.advanced.append(transfer)
+        if transfer.has_observers:
+            state.progressed_saves.append(transfer)
         step.session.unsaved -= batch.nbytes
     return batch
 
 
-def _landed(state: State, batch: InFlightBatch, out: list[Command]) -> None:
+def _after_batch(state: State, batch: InFlightBatch, out: list[Command]) -> None:
     transfer = batch.transfer
     for barrier in batch.watch or ():
         barrier.pending -= 1
         if not barrier.pending:
             drained(state, transfer.job.step.session, barrier, out)
     if not transfer.in_flight and not transfer.pending:
-        state.unsettled.append(transfer.job.step)
+        state.dirty_steps.append(transfer.job.step)
 
 
 def lose_session(state: State, session: Session, out: list[Command]) -> None:
@@ -414,7 +414,7 @@ def lose_session(state: State, session: Session, out: list[Command]) -> None:
     for step in list(session.steps.values()):
         for job in (step.loads, step.saves):
             if job is not None:
-                _ground(state, job)
+                _release_in_flight(state, job)
         if step.saves is not None and step.saves.open:
             unfinished = [
                 position
@@ -429,10 +429,10 @@ def lose_session(state: State, session: Session, out: list[Command]) -> None:
             for transfer in step.saves.transfers.values():
                 lose_parts(state, transfer, unfinished, reason, out)
                 if transfer.follows:
-                    state.severed.append((transfer, unfinished, reason))
+                    state.cancelled_saves.append((transfer, unfinished, reason))
         if step.loads is not None and not step.loads.done:
             step.loads.done = True
-            state.loosened.append(step.loads)
+            state.finished_loads.append(step.loads)
             out.append(LoadsDone(session.number, step.number))
         forget(state, step, out)
     for pending in session.pending:
@@ -440,7 +440,7 @@ def lose_session(state: State, session: Session, out: list[Command]) -> None:
     session.aborting.clear()
 
 
-def _ground(state: State, job: TransferJob) -> None:
+def _release_in_flight(state: State, job: TransferJob) -> None:
     for transfer in job.transfers.values():
         for number, batch in transfer.in_flight.items():
             del state.in_flight[number]
@@ -462,7 +462,7 @@ def check_planned(event: StepOpened) -> None:
         )
 
 
-def let_move(state: State, job: TransferJob) -> None:
+def track_worker_driven(state: State, job: TransferJob) -> None:
     """The worker moves all of the job. Its bytes are charged to the worker's window, not here."""
     for transfer in job.transfers.values():
         number, layers = state.next_batch, transfer.shape.layers
@@ -471,7 +471,7 @@ def let_move(state: State, job: TransferJob) -> None:
         state.in_flight[number] = batch
         transfer.in_flight[number] = batch
         transfer.sealed = len(layers)
-        job.flying += 1
+        job.in_flight_count += 1
         state.budget.take(batch)
 
 
@@ -492,7 +492,7 @@ def loads_moved(state: State, event: LoadsMoved, out: list[Command]) -> None:
     for group, lo, hi, _ in event.failed:
         if group not in loads.transfers or not 0 <= lo < hi <= loads.transfers[group].starts[-1]:
             raise step.impossible(f"failed blocks {lo} to {hi} of group {group}, which it does not load")
-    if not loads.flying:
+    if not loads.in_flight_count:
         state.counters.late_reports += 1
         return
     for group, lo, hi, reason in event.failed:

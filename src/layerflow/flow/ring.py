@@ -11,7 +11,7 @@ from layerflow.flow.graph import Session
 
 
 class Queued(Protocol):
-    """Who shares a link: sessions, and the sources of what a host moves. See :class:`Ring`."""
+    """Who shares a link: sessions, and the engines that a host moves objects for. See :class:`Ring`."""
 
     credit: list[int]
     queued: list[bool]

@@ -91,7 +91,7 @@ def _submit(state: State, session: Session, cursor: Cursor, extent: BatchExtent)
                 state.dequeue(job)
         else:
             transfer.merge(cursor)
-        if transfer.low() > transfer.sealed:
+        if transfer.first_open_layer() > transfer.sealed:
             transfer.sealed += 1
             seals = True
     depth = state.budget.limits.prefetch_layers
@@ -99,7 +99,7 @@ def _submit(state: State, session: Session, cursor: Cursor, extent: BatchExtent)
     batch = InFlightBatch(number, transfer, layer, extent.lo, extent.hi, extent.nbytes, gate)
     state.in_flight[number] = batch
     transfer.in_flight[number] = batch
-    job.flying += 1
+    job.in_flight_count += 1
     state.budget.take(batch)
     state.counters.batches += 1
     return Submit(

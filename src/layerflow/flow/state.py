@@ -11,15 +11,14 @@ from layerflow.errors import InvalidTransition
 from layerflow.flow.budget import Budget
 from layerflow.flow.events import Direction, Event, Hop, Limits
 from layerflow.flow.graph import (
-    Charge,
-    FetchTransfer,
-    FollowTransfer,
+    Accounting,
+    Fetch,
+    Incoming,
     InFlightBatch,
     Session,
     Step,
     Transfer,
     TransferJob,
-    Upstream,
     WriteTransfer,
 )
 from layerflow.flow.host_lane import HostLane
@@ -104,7 +103,7 @@ class FlowStatistics:
     follows: int
 
 
-Timed = Step | FetchTransfer
+Timed = Step | Fetch
 
 _SLACK = 16
 
@@ -158,25 +157,26 @@ class State:
     """The core's memory: O(steps' parts + objects on their way + batches in flight)."""
 
     __slots__ = (
-        "advanced",
         "budget",
-        "committed",
+        "cancelled_saves",
+        "committed_saves",
         "counters",
         "deadlines",
+        "dirty_steps",
         "fetches",
-        "follows",
+        "finished_loads",
         "forgotten",
         "in_flight",
-        "loosened",
-        "newest_follow",
+        "incoming",
+        "newest_incoming",
         "newest_session",
+        "newest_write",
         "next_batch",
         "paused",
         "peers",
+        "progressed_saves",
         "rings",
         "sessions",
-        "severed",
-        "unsettled",
         "wake",
         "writes",
     )
@@ -184,36 +184,28 @@ class State:
     def __init__(self, limits: Limits) -> None:
         self.budget = Budget(limits)
         self.rings = (SessionRing(Direction.LOAD), SessionRing(Direction.SAVE))
-        self.fetches: HostLane[FetchTransfer] = HostLane(Hop.FETCH)
-        self.peers: HostLane[FetchTransfer] = HostLane(Hop.PEER)
+        self.fetches: HostLane[Fetch] = HostLane(Hop.FETCH)
+        self.peers: HostLane[Fetch] = HostLane(Hop.PEER)
         self.writes: HostLane[WriteTransfer] = HostLane(Hop.WRITE)
         self.deadlines = Deadlines()
         self.counters = Counters()
         self.sessions: dict[int, Session] = {}
         self.in_flight: dict[int, InFlightBatch] = {}
-        self.follows: dict[int, FollowTransfer] = {}
-        self.newest_follow = 0
-        self.advanced: list[Transfer] = []
-        self.committed: list[Transfer] = []
-        self.severed: list[tuple[Transfer, Sequence[int], str]] = []
-        self.unsettled: list[Step] = []
-        self.loosened: list[TransferJob] = []
+        self.incoming: dict[int, Incoming] = {}
+        self.newest_incoming = 0
+        self.newest_write = 0
+        self.progressed_saves: list[Transfer] = []
+        self.committed_saves: list[Transfer] = []
+        self.cancelled_saves: list[tuple[Transfer, Sequence[int], str]] = []
+        self.dirty_steps: list[Step] = []
+        self.finished_loads: list[TransferJob] = []
         self.forgotten: list[Step] = []
         self.next_batch = 1
         self.paused = False
         self.newest_session = -1
         self.wake = math.inf
 
-    def fetch(self, number: int) -> FetchTransfer | None:
-        """A fetch, from the backend or a peer, of which something is left; None = it is over, or never was."""
-        return self.fetches.transfers.get(number) or self.peers.transfers.get(number)
-
-    @property
-    def newest_fetch(self) -> int:
-        """The number of the fetch that was opened last, on either hop."""
-        return max(self.fetches.newest, self.peers.newest)
-
-    def lane_of(self, hop: Hop) -> HostLane[FetchTransfer]:
+    def lane_of(self, hop: Hop) -> HostLane[Fetch]:
         """What moves the fetches of a hop."""
         return self.peers if hop is Hop.PEER else self.fetches
 
@@ -241,10 +233,6 @@ class State:
         step.story.append(event)
         return step
 
-    def upstream(self, number: int) -> Upstream | None:
-        """A fetch, or below 0 a follow; None = it is over."""
-        return self.follows.get(number) if number < 0 else self.fetch(number)
-
     def enqueue(self, job: TransferJob) -> None:
         """The job has something to be granted: keep it, and queue its session unless all of it waits."""
         session = job.step.session
@@ -262,19 +250,22 @@ class State:
         for direction in Direction:
             if budget.gated[direction] > budget.most_gated[direction]:
                 for batch in self.in_flight.values():
-                    if batch.charge is Charge.GATED and batch.transfer.job.direction is direction:
-                        budget.excuse(batch)
+                    if batch.accounting is Accounting.GATED and batch.transfer.job.direction is direction:
+                        budget.stop_charging(batch)
 
     def permit(self, session: Session, direction: Direction) -> None:
         """More of the session may be permitted now."""
         if session.pending[direction]:
             self.rings[direction].join(session)
 
-    def call_back(self, transfers: Iterable[Transfer]) -> None:
-        """Their batches in flight are only awaited: nobody else waits for the room they took."""
+    def stop_charging(self, transfers: Iterable[Transfer]) -> None:
+        """Stop charging the budget for the batches of these transfers.
+
+        The core still waits for their end, but a slow lane must not block other sessions.
+        """
         for transfer in transfers:
             for batch in transfer.in_flight.values():
-                self.budget.excuse(batch)
+                self.budget.stop_charging(batch)
 
     def dequeue(self, job: TransferJob) -> None:
         """Nothing is left to be granted of the job."""

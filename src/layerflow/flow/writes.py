@@ -1,8 +1,9 @@
 """Writes: objects on their way from the arena to the backend, layer by layer behind the saves that store them.
 
-A write begins with its step, so that the host has asked the pool for room when the first layer is stored in the arena;
-where the backlog is full then, the first layer decides. It moves what is stored, publishes what is committed,
-and gives up what is revoked. A call that has begun ends or its host does, so writes need no deadline.
+A write begins with its step, so that the host has asked the pool for room when the first layer is stored in the arena.
+If the write backlog is full when the step opens, the decision is made again when the first layer is stored. A write
+moves what is stored, publishes what is committed, and gives up what is revoked. A call that has begun ends, or its
+host does, so writes need no deadline.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ def open_write(state: State, event: WriteOpened, out: list[Command]) -> None:
     :raises InvalidTransition: for a number that was used, or objects that cannot be.
     """
     lane = state.writes
-    if event.write <= lane.newest:
-        raise InvalidTransition(f"write {event.write} was opened after write {lane.newest}; numbers ascend")
+    if event.write <= state.newest_write:
+        raise InvalidTransition(f"write {event.write} was opened after write {state.newest_write}; numbers ascend")
     if not event.objects or any(min(item) < 1 for item in event.objects) or len(event.parts) != len(event.objects):
         raise InvalidTransition(f"write {event.write} has no objects, one that is empty, or one without its part")
     session = state.sessions.get(event.session)
@@ -34,7 +35,7 @@ def open_write(state: State, event: WriteOpened, out: list[Command]) -> None:
     save = step.saves.transfers.get(event.group) if step is not None and step.saves is not None else None
     if save is None:
         state.counters.late_reports += 1
-        lane.newest = event.write
+        state.newest_write = event.write
         out.append(ObjectsLost(Hop.WRITE, event.write, tuple(range(len(event.objects))), "its step saves nothing"))
         out.append(TransferDone(Hop.WRITE, event.write))
         return
@@ -45,9 +46,10 @@ def open_write(state: State, event: WriteOpened, out: list[Command]) -> None:
     layers = len(save.shape.layers)
     nbytes = layers * sum(item.layer_bytes for item in event.objects)
     write = WriteTransfer(
-        event.write, lane.source(event.source), event.objects, layers, 0, parts=event.parts, save=save, nbytes=nbytes
+        event.write, lane.client(event.engine), event.objects, layers, 0, parts=event.parts, save=save, nbytes=nbytes
     )
     save.write = write
+    state.newest_write = event.write
     lane.add(write)
     if _fits(state, write):
         _begin(state, write, out)
@@ -58,7 +60,7 @@ def open_write(state: State, event: WriteOpened, out: list[Command]) -> None:
 def follow_save(state: State, save: Transfer, out: list[Command]) -> None:
     """More of what a write follows may be stored in the arena now."""
     write = save.write
-    if write is None or not save.live:
+    if write is None or not save.live_parts:
         return
     stored = save.stored()
     if stored <= write.limit:
@@ -150,7 +152,6 @@ def _close(state: State, write: WriteTransfer, out: list[Command]) -> None:
     _part(write)
     lane = state.writes
     lane.remove(write)
-    del lane.transfers[write.number]
     lane.backlog -= write.nbytes * write.begun
     out.append(TransferDone(Hop.WRITE, write.number))
 

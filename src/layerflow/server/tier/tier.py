@@ -18,7 +18,7 @@ from typing import Any
 import structlog
 
 from layerflow.config.settings import PoolSettings
-from layerflow.flow.commands import Arrived, Call, ObjectsLost, TransferDone, Vacate, WriteBegun, Written
+from layerflow.flow.commands import Arrived, Call, ObjectsLost, RoomFreed, TransferDone, WriteBegun, Written
 from layerflow.flow.events import Event, Hop, HostLost, WriteOpened
 from layerflow.hosts.backend import IndexEntry, ObjectStatus
 from layerflow.keys import describe_key
@@ -135,7 +135,7 @@ HIDE_S = 30.0
 """How long an object whose read failed is not offered: long enough for an engine to recompute and store it anew."""
 ASK_S = 5.0
 """How long the backend may take to say which partitions are noted: nobody waits for it."""
-TierCommand = Call | Arrived | ObjectsLost | Vacate | WriteBegun | Written | TransferDone
+TierCommand = Call | Arrived | ObjectsLost | RoomFreed | WriteBegun | Written | TransferDone
 
 
 class Tier:
@@ -290,7 +290,7 @@ class Tier:
     def obey(self, command: TierCommand) -> None:
         """What the core wants done on the way from the tier, or to it."""
         match command:
-            case Arrived() | Vacate():
+            case Arrived() | RoomFreed():
                 self._fetches.obey(command)
             case WriteBegun() | Written():
                 self._writes.obey(command)
