@@ -104,7 +104,7 @@ def recorded() -> Iterator[Calls]:
         return may
 
     def grant(dispatcher: Dispatcher, batch: Batch) -> None:
-        step = dispatcher._open_steps.get(batch.step)
+        step = dispatcher._steps.get(batch.step)
         if step is not None:
             calls.granted(id(step), batch)
         start(dispatcher, batch)

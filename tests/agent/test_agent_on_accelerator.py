@@ -93,7 +93,7 @@ def test_a_lost_server_fails_the_wait_and_the_arena_is_let_go(server: EmbeddedSe
         assert agent.wait_idle("one", PATIENCE)
         hit = agent.lookup("two", chain)
         server.close()
-        known = agent._dispatcher.planned.arenas
+        known = agent._steps.arenas
         assert eventually(lambda: not len(known)), "until then the hit is loaded by its plan"
         with agent.open_step([StepRequest("two", chain, (table + 8,), load=(0, hit.tokens), hit=hit)]) as step:
             outcome = step.wait_layer(0)

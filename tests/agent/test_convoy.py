@@ -192,7 +192,7 @@ def test_cutting_saves_halts_them_and_waits_until_they_are_back() -> None:
     copy = CoalescedCopy(SAVE, [Batch(1, 9, SAVE, 0, 0, 1, 0, 0, 1, -1, True)])
     loads = in_flight(scene)
     assert scene.step.begin_copy(copy)
-    cut = threading.Thread(target=scene.step.cut_saves, args=("its blocks were reclaimed",))
+    cut = threading.Thread(target=scene.step.fence_saves, args=("its blocks were reclaimed",))
     cut.start()
     assert eventually(lambda: halted(copy))
     cut.join(0.1)

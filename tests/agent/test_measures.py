@@ -12,8 +12,8 @@ from server.support import Embed, worker_on
 
 from agent.scene import SPEC, Scene
 from layerflow.agent.costs import KEPT_STEPS, PATIENCE_S, LoadPolicy, Measures
-from layerflow.agent.open_steps import OpenSteps
 from layerflow.agent.step.step import Step
+from layerflow.agent.steps import OpenSteps
 from layerflow.device import device_for
 from layerflow.observe.trace import Span
 
@@ -93,8 +93,8 @@ def test_whoever_waits_for_a_steps_end_finds_it_noted() -> None:
         assert open_steps.busy("a"), "nobody is told before"
         noted.append(one)
 
-    open_steps.finish(step, ended)
-    open_steps.finish(step, ended)
+    open_steps.remove(step, ended)
+    open_steps.remove(step, ended)
     assert noted == [step]
     assert not open_steps.busy("a")
 

@@ -88,9 +88,9 @@ def test_without_a_server_loads_fail_and_nothing_is_saved(embed: Embed) -> None:
         run = worker.admit(worker.prompt(60, like=stored, shared=41), planned=False)
         loads, saves = outlines(worker, run)
         with worker.agent._link._turn:  # or the link would say what it hears
-            worker.agent._dispatcher.silent = True
+            worker.agent._steps.silent = True
             assert isinstance(worker.agent.open_descriptors([], saves), NoStep)
-            worker.agent._dispatcher.silent = False
+            worker.agent._steps.silent = False
         worker.agent._dispatcher.lost("gone for this test")
         assert isinstance(worker.agent.open_descriptors([], saves), NoStep)
         with worker.agent.open_descriptors(loads, saves) as step:
@@ -120,7 +120,7 @@ def test_a_step_is_told_to_the_server_it_was_opened_with(embed: Embed, monkeypat
 
         def noted(message: Message) -> None:
             if isinstance(message, OpenStep):
-                locked.append(agent._open_steps.lock.locked())
+                locked.append(agent._steps.lock.locked())
             send(message)
 
         monkeypatch.setattr(agent._link, "send", noted)

@@ -103,7 +103,7 @@ def tamper(worker: KnownWorker, run: Run, row: int) -> None:
     """Another object takes the place of one of the hit's."""
     assert run.hit.plan is not None
     offset = int(run.hit.plan.rows[row, 0, 0, 0])
-    arena = worker.agent._dispatcher.attachment.arena  # type: ignore[union-attr]
+    arena = worker.agent._steps.attachment.arena  # type: ignore[union-attr]
     arena.array[offset + GENERATION_AT : offset + GENERATION_AT + 8] += 1
 
 
@@ -371,7 +371,7 @@ def test_a_hang_up_is_no_death(
     assert run.failed
     step.close(False)
     assert worker.agent.wait_idle(run.name, PATIENCE_S)
-    known = worker.agent._dispatcher.planned.arenas
+    known = worker.agent._steps.arenas
     assert eventually(lambda: not known.get(run.hit.plan.incarnation) or worker.agent.attached)  # type: ignore[union-attr]
 
 
@@ -381,9 +381,9 @@ def test_a_server_that_has_died_fails_no_load_and_its_arena_goes_later(
     worker, _, hang_up = cut_connection
     agent: Agent = worker.agent
     run, late = stored(worker), stored(worker)
-    planned = agent._dispatcher.planned
-    judged = planned.judged
-    monkeypatch.setattr(planned, "judged", lambda dead: judged(True))  # as if another process had served
+    steps = agent._steps
+    judged = steps.server_exit_known
+    monkeypatch.setattr(steps, "server_exit_known", lambda dead: judged(True))  # as if another process had served
     monkeypatch.setattr(link, "RETRY_S", (60.0,))
     with HeldLoad(worker, 2):
         step = step_of(agent.open_step([run.request()], LONG_S))
@@ -401,15 +401,15 @@ def test_a_server_that_has_died_fails_no_load_and_its_arena_goes_later(
     step.close()
     assert agent.wait_idle(late.name, PATIENCE_S)
     incarnation = run.hit.plan.incarnation  # type: ignore[union-attr]
-    arena = planned.arenas.get(incarnation)
+    arena = steps.arenas.get(incarnation)
     assert arena is not None
     arena.loading.add(1)
     arena.until = 0.0
-    planned.sweep(1.0)
-    assert planned.arenas.get(incarnation) is arena, "a step still loads from it"
+    steps.sweep_arenas(1.0)
+    assert steps.arenas.get(incarnation) is arena, "a step still loads from it"
     arena.loading.clear()
-    planned.sweep(1.0)
-    assert planned.arenas.get(incarnation) is None
+    steps.sweep_arenas(1.0)
+    assert steps.arenas.get(incarnation) is None
 
 
 def test_a_forked_pid_is_no_proof() -> None:

@@ -26,18 +26,18 @@ class Pass:
         self.done: list[Any] = [None] * LAYERS
         self.closed = False
         self.saves_cancelled = ""
-        self.hurried = False
+        self.expedited = False
         self._pace = pace
 
     @property
-    def saves_pressed(self) -> bool:
-        return self.closed or self.hurried or bool(self.saves_cancelled)
+    def saves_expedited(self) -> bool:
+        return self.closed or self.expedited or bool(self.saves_cancelled)
 
     def computed(self, layer: int) -> Any:
         return self.done[layer]
 
     def pace(self, now: float) -> float:
-        return math.inf if self.hurried else self._pace
+        return math.inf if self.expedited else self._pace
 
     def compute(self, layers: int) -> None:
         self.done[:layers] = [True] * layers
@@ -83,7 +83,7 @@ def test_a_large_save_waits_for_nothing_but_its_layer(lane: SaveLane) -> None:
     assert leaving(lane) == []
 
 
-@pytest.mark.parametrize("how", ["closed", "hurried"])
+@pytest.mark.parametrize("how", ["closed", "expedited"])
 def test_small_saves_leave_when_nothing_joins_them_or_somebody_waits(lane: SaveLane, how: str) -> None:
     step = Pass()
     gate(lane, step)

@@ -174,12 +174,12 @@ def test_cutting_saves_waits_for_what_they_have_enqueued_and_for_no_load() -> No
     step.end(scene.batches[0], event=load)  # type: ignore[arg-type]
     step.end(Batch(1, 9, SAVE, 0, 0, 4, 0, 0, 1, -1, True), event=save)  # type: ignore[arg-type]
     assert step.begin(some_batch(LOAD)), "a load that is being copied holds nobody up"
-    assert step.cut_saves("reclaimed")
+    assert step.fence_saves("reclaimed")
     assert (load.waited, save.waited) == (0, 1)
     assert not step.begin(some_batch(SAVE))
-    assert not step.cut_saves("again")
+    assert not step.fence_saves("again")
     step.end(scene.batches[1])
-    step.quiet()
+    step.wait_idle()
     assert (load.waited, save.waited) == (1, 1)
 
 

@@ -164,11 +164,11 @@ def test_a_killed_writer_leaves_nothing_visible(bench, join, written):
 
 def test_what_a_dead_writer_left_is_removed_by_the_next(bench, join):
     dead, one = join(), bench.thing("left behind", layers=LAYERS)
-    dead.backend.patch("memcache.writing", "LEASE_S", 2.0)
+    dead.backend.patch("memcache.backend", "ROOM_LEASE_S", 2.0)
     put(bench, [one], [0])
     assert outcomes(dead.backend.open_write([one.at(dead, 0)], soon())) == [OK]
     dead.backend.kill()
-    heir = join(patches=[("memcache.writing", "LEASE_S", 2.0), ("memcache.writing", "ABANDONED_S", 2.5)])
+    heir = join(patches=[("memcache.backend", "ROOM_LEASE_S", 2.0), ("memcache.backend", "ABANDONED_S", 2.5)])
     assert save(bench, heir, [one]) == [EXISTS]
     settle(lambda: save(bench, heir, [one]) == [OK])
     assert heir.backend.statistics()["abandoned_removed"] == 1
@@ -200,7 +200,7 @@ def test_two_processes_race_for_keys(bench):
 
 def test_a_writer_that_was_stopped_past_its_lease_publishes_nothing(bench, join):
     slow, one = join(), bench.thing("stopped", layers=LAYERS)
-    slow.backend.patch("memcache.writing", "LEASE_S", 2.0)
+    slow.backend.patch("memcache.backend", "ROOM_LEASE_S", 2.0)
     put(bench, [one], [0])
     place = one.at(slow, 0)
     assert outcomes(slow.backend.open_write([place], soon())) == [OK]
@@ -266,7 +266,7 @@ def test_a_lease_keeps_an_object_while_others_are_evicted(bench):
 
 def test_a_read_that_outlasts_its_lease_has_expired(bench, join):
     lease_s = 5.0  # a busy machine reads the first layer within it
-    slow, one = join(patches=[("memcache.reading", "LEASE_S", lease_s)]), bench.thing("outlasted", layers=LAYERS)
+    slow, one = join(patches=[("memcache.backend", "LEASE_S", lease_s)]), bench.thing("outlasted", layers=LAYERS)
     assert save(bench, bench.first, [one]) == [OK]
     place = one.at(slow, HALF, known=False)
     assert outcomes(slow.backend.open_fetch([place], soon())) == [OK]

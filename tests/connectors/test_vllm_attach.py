@@ -85,30 +85,76 @@ def test_an_error_costs_reuse_and_not_the_engine(connector: Any, error: Exceptio
     assert connector.build_connector_worker_meta() is None
 
 
-def test_an_attachment_that_fails_leaves_no_agent(connector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its threads, and what it maps of the server's arena, would be there for as long as the engine."""
+@pytest.fixture
+def agents(connector: Any, monkeypatch: pytest.MonkeyPatch) -> list[Agent]:
+    """What the connector's attachments have made, to a server that is not there."""
     agents: list[Agent] = []
 
     def made(*args: Any, **named: Any) -> Agent:
         agents.append(Agent(*args, **named, wait_s=0))
         return agents[-1]
 
-    def no_thread(*_: Any) -> Any:
-        raise RuntimeError("can't start new thread")
-
     module = sys.modules[type(connector).__module__]
     monkeypatch.setattr(module, "Agent", made)
-    monkeypatch.setattr("layerflow.connectors.vllm.worker.worker.Deferred", no_thread)
     monkeypatch.setattr(module, "waits_by_layer", lambda *_: True)
     monkeypatch.setattr(module, "steps_in_flight", lambda *_, **__: None)
     monkeypatch.setattr(module, "_steps_overlap", lambda _: False)
     connector._vllm_config = connector._kv_transfer_config = connector._kv_cache_config = Mock()
     connector._groups, connector._events, connector._name = 1, False, "engine"
     connector.options = Mock(endpoint="ipc:///nobody/listens/here")
+    return agents
+
+
+def layout() -> Layout:
     spec = ModelSpec("example", content="w", groups=(GroupSpec("full", 16, (0,), (Plane("k", "uint8", (8,)),)),))
-    layout = Layout(spec, {0: {"k": torch.zeros((4, 16, 8), dtype=torch.uint8)}}, {}, (0,), Mock())
-    connector._reading = WeightsReading(lambda _: layout)
+    return Layout(spec, {0: {"k": torch.zeros((4, 16, 8), dtype=torch.uint8)}}, {}, (0,), Mock())
+
+
+def test_an_attachment_that_fails_leaves_no_agent(
+    connector: Any, agents: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its threads, and what it maps of the server's arena, would be there for as long as the engine."""
+
+    def no_thread(*_: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("layerflow.connectors.vllm.worker.worker.Deferred", no_thread)
+    connector._reading = WeightsReading(lambda _: layout())
     assert connector._reading.wait(20)
     connector.handle_preemptions(StepPlan())
     assert len(agents) == 1 and connector._worker is None
     assert not agents[0]._link._thread.alive
+
+
+def test_a_cache_that_is_made_anew_ends_the_agent_of_the_one_before(
+    connector: Any, agents: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[type(connector).__module__], "layout_of", lambda *_: layout())
+    connector._weights, connector._server, connector._reading, connector._named = Mock(), None, None, layout()
+    connector.register_kv_caches({})
+    first = connector._worker
+    connector.register_kv_caches({})
+    try:
+        assert connector._worker is not first and len(agents) == 2
+        assert not agents[0]._link._thread.alive, "it would go on reading and writing a cache that is unmapped"
+        assert agents[1]._link._thread.alive
+    finally:
+        connector._worker.close()
+
+
+@pytest.mark.parametrize(
+    ("version", "extra", "piecewise"),
+    [
+        ("0.32.0", {}, False),
+        ("0.33.0", {"mode": "layerwise"}, False),
+        ("0.27.1", {}, True),
+        ("0.27.1", {"mode": "bulk"}, False),
+    ],
+)
+def test_who_loads_in_no_step_keeps_whole_cuda_graphs(
+    connector: Any, monkeypatch: pytest.MonkeyPatch, version: str, extra: dict[str, Any], piecewise: bool
+) -> None:
+    """Hooks do not run inside a whole graph; 0.32 tells which passes may be one, so that these wait before."""
+    monkeypatch.setattr(sys.modules["vllm"], "__version__", version)
+    endpoint = {"endpoint": "ipc:///tmp/layerflow.sock"}
+    assert type(connector).requires_piecewise_for_cudagraph(endpoint | extra) is piecewise

@@ -65,7 +65,7 @@ class Worker:
 
     def replace(self) -> None:
         """Another object takes the place of each that the hit has named."""
-        step = next(step for step in self.engine.agent._open_steps.steps() if step.residents is not None)
+        step = next(step for step in self.engine.agent._steps.all() if step.residents is not None)
         assert step.residents is not None
         step.residents._memory[step.words[0] >> 3] += 1
 

@@ -114,7 +114,7 @@ class Decoder:
 
     def ready_layers(self) -> int:
         """So many leading layers of the open step are in place."""
-        steps = self.connection.agent._open_steps.steps()
+        steps = self.connection.agent._steps.all()
         if not steps or not steps[0].loads:
             return -1
         count = 0
@@ -226,7 +226,7 @@ def test_a_decoder_that_gives_up_costs_the_prefiller_nothing(serve: Callable[...
     last_step(child, TINY_GQA)
     assert eventually(lambda: decoder.ready_layers() == 0)
     # From another thread than the engine's, as when the client hangs up in the middle of a step.
-    (name,) = decoder.connection.agent._open_steps.steps()[0].requests
+    (name,) = decoder.connection.agent._steps.all()[0].requests
     decoder.connection.agent.abort(name)
     for layer in range(1, TINY_GQA.num_layers):
         child.pipe.send("go on")

@@ -72,11 +72,12 @@ class Fetches:
                 fetch.come[index] |= set(range(call.layer_lo, call.layer_hi))
 
     def there(self, need: Need, layer: int) -> bool:
-        return layer in self.all[need.fetch].come[need.item]
+        return layer in self.all[need.incoming].come[need.item]
 
     def arrived(self, command: Arrived) -> None:
-        fetch = self.all[command.fetch]
+        fetch = self.all[command.transfer]
         for index in command.objects:
+            assert command.hop is fetch.event.hop
             assert len(fetch.come[index]) == len(fetch.event.layers), "published before it was whole"
             assert index not in fetch.whole and index not in fetch.lost
             fetch.whole.add(index)
@@ -89,10 +90,10 @@ class Fetches:
 
     def vacate(self, command: RoomFreed, held: set[tuple[int, int]]) -> None:
         """Nothing touches the room: no call of the host, no step whose loads are under way."""
-        fetch, free = self.all[command.fetch], set(command.objects)
+        fetch, free = self.all[command.transfer], set(command.objects)
         assert free and free <= fetch.lost and not free & fetch.vacated
-        assert not any(call.transfer == command.fetch for call in self.calls.values()), "under the host's hands"
-        assert not any((command.fetch, index) in held for index in free), "under a step's hands"
+        assert not any(call.transfer == command.transfer for call in self.calls.values()), "under the host's hands"
+        assert not any((command.transfer, index) in held for index in free), "under a step's hands"
         fetch.vacated |= free
 
     def done(self, command: TransferDone) -> None:

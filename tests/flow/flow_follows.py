@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from flow_books import Pass, Side, covered
 
 from layerflow.flow.commands import Arrived, LayersStored, ObjectsLost, RoomFreed, TransferDone
-from layerflow.flow.events import Direction, FollowLost, FollowMoved, FollowOpened
+from layerflow.flow.events import Direction, FollowMoved, FollowOpened, IncomingFailed
 
 if TYPE_CHECKING:
     from flow_world import World
@@ -20,7 +20,7 @@ class Follow:
 
     :param side: the saves that it follows; None = no step saves it.
     :param moved: where objects went.
-    :param lent: another server reads it; :param told: so many layers it was told of.
+    :param leased: another server reads it; :param told: so many layers it was told of.
     """
 
     event: FollowOpened
@@ -30,7 +30,7 @@ class Follow:
     moved: dict[int, tuple[int, int]] = field(default_factory=dict)
     vacated: set[int] = field(default_factory=set)
     done: bool = False
-    lent: bool = False
+    leased: bool = False
     told: int = 0
 
     @property
@@ -50,7 +50,7 @@ class Follows:
     def open(self, event: FollowOpened) -> None:
         one = self._world.live.get((event.session, event.step)) if event.parts else None
         side = one.sides[Direction.SAVE] if one is not None else None
-        self.all[event.follow] = Follow(event, side, lent=event.lent)
+        self.all[event.follow] = Follow(event, side, leased=event.leased)
 
     def known(self) -> list[int]:
         """Of which something is left: objects that come, or room that is kept."""
@@ -60,12 +60,12 @@ class Follows:
         follow = self.all[event.follow]
         follow.moved.update({old: (event.into, new) for new, old in enumerate(event.objects)})
 
-    def given_up(self, event: FollowLost) -> set[int]:
-        return set(event.objects) & set(self.all[event.follow].coming)
+    def given_up(self, event: IncomingFailed) -> set[int]:
+        return {index for index, _ in event.failed} & set(self.all[event.incoming].coming)
 
     def place(self, need: tuple[int, int]) -> tuple[int, int]:
         """The upstream, and the number of its object, that an object of a need is now."""
-        while need[0] < 0 and need[1] in self.all[need[0]].moved:
+        while need[0] in self.all and need[1] in self.all[need[0]].moved:
             need = self.all[need[0]].moved[need[1]]
         return need
 
@@ -109,15 +109,15 @@ class Follows:
 
     def stored(self, command: LayersStored) -> None:
         """A reader at another server is told no more than is stored, of all that it still waits for."""
-        follow = self.all[command.follow]
-        assert follow.lent and follow.coming and command.layers > follow.told
+        follow = self.all[command.transfer]
+        assert follow.leased and follow.coming and command.layers > follow.told
         for index in follow.coming:
             for layer in range(follow.told, command.layers):
-                assert self.there((command.follow, index), layer), f"told of layer {layer} of {index}, not stored"
+                assert self.there((command.transfer, index), layer), f"told of layer {layer} of {index}, not stored"
         follow.told = command.layers
 
     def arrived(self, command: Arrived) -> None:
-        follow = self.all[command.fetch]
+        follow = self.all[command.transfer]
         assert follow.side is not None
         for index in command.objects:
             assert follow.event.parts[index] in follow.side.committed, "published what is not committed"
@@ -133,10 +133,10 @@ class Follows:
 
     def vacate(self, command: RoomFreed, held: set[tuple[int, int]]) -> None:
         """No reader and no step's loads hold the room. Whether a save still writes to it is told by its Revoke."""
-        follow, free = self.all[command.fetch], set(command.objects)
-        assert not follow.lent, "under a reader's hands"
+        follow, free = self.all[command.transfer], set(command.objects)
+        assert not follow.leased, "under a reader's hands"
         assert free and free <= follow.lost and not free & follow.vacated
-        assert not any((command.fetch, index) in held for index in free), "under a step's hands"
+        assert not any((command.transfer, index) in held for index in free), "under a step's hands"
         follow.vacated |= free
 
     def end(self, command: TransferDone) -> None:

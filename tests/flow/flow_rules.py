@@ -11,14 +11,12 @@ from layerflow.flow.events import (
     Direction,
     FetchAvailable,
     FetchesRevoked,
-    FetchFailed,
-    FetchLeased,
     FetchOpened,
-    FollowLent,
-    FollowLost,
     FollowMoved,
     Hop,
     HostLost,
+    IncomingFailed,
+    IncomingLeased,
     Item,
     WritesRevoked,
 )
@@ -43,10 +41,10 @@ class TransferRules(RuleBasedStateMachine):
     def fetch_opened(self, data, source, hop, items):
         session = data.draw(st.sampled_from(sorted(self.world.layers)))
         group = data.draw(st.sampled_from(sorted({shape.group for shape in self.world.layers[session]})))
-        self.numbers += 1
+        number = self.world.newest + 1
         available = data.draw(st.sampled_from([-1, -1, 0, 1]))
         layers = self._layers_of(session, group)
-        self.world.send(FetchOpened(self.numbers, source, layers, tuple(items), available, hop))
+        self.world.send(FetchOpened(number, source, layers, tuple(items), available, hop))
 
     @rule(data=st.data(), more=st.integers(1, 3))
     @precondition(lambda self: any(self._limited()))
@@ -63,7 +61,7 @@ class TransferRules(RuleBasedStateMachine):
             known = self.world.fetches.all
             number = data.draw(st.sampled_from(sorted(number for number, one in known.items() if one.coming)))
             chosen = data.draw(st.sets(st.integers(0, len(known[number].event.objects) - 1), min_size=1))
-            self.world.send(FetchFailed(number, tuple((index, "given up") for index in sorted(chosen))))
+            self.world.send(IncomingFailed(number, tuple((index, "given up") for index in sorted(chosen))))
             assert not chosen & set(known[number].coming), "waits for what does not come"
 
     def _limited(self):
@@ -92,7 +90,7 @@ class TransferRules(RuleBasedStateMachine):
     @rule(data=st.data(), lent=st.booleans())
     @precondition(lambda self: self.world.follows.known())
     def follow_lent(self, data, lent):
-        self.world.send(FollowLent(data.draw(st.sampled_from(self.world.follows.known())), lent))
+        self.world.send(IncomingLeased(data.draw(st.sampled_from(self.world.follows.known())), lent))
 
     @rule(data=st.data(), objects=st.integers(1, 4), lent=st.sampled_from([False, False, True]))
     @precondition(lambda self: self.world.layers and len(self.world.follows.all) < 30)
@@ -118,8 +116,7 @@ class TransferRules(RuleBasedStateMachine):
             taken = [data.draw(st.sampled_from(parts)) for _ in chosen]
             into = self.world.follow(session, step, group, taken, data.draw(st.booleans()))
         else:
-            self.numbers += 1
-            into, items = self.numbers, (Item(3, 1),) * len(chosen)
+            into, items = self.world.newest + 1, (Item(3, 1),) * len(chosen)
             self.world.send(FetchOpened(into, "peer", one.event.layers, items, 0, Hop.PEER))
         self.world.send(FollowMoved(number, tuple(chosen), into))
 
@@ -129,7 +126,7 @@ class TransferRules(RuleBasedStateMachine):
         number = data.draw(st.sampled_from(self._promised()))
         coming = self.world.follows.all[number].coming
         chosen = data.draw(st.lists(st.sampled_from(coming), min_size=1, unique=True))
-        self.world.send(FollowLost(number, tuple(chosen), "the hand-off failed"))
+        self.world.send(IncomingFailed(number, tuple((index, "the hand-off failed") for index in chosen)))
 
     def _fetches(self):
         return list(self.world.fetches.all.values())
@@ -137,7 +134,7 @@ class TransferRules(RuleBasedStateMachine):
     @rule(data=st.data(), leased=st.booleans())
     @precondition(lambda self: self.world.fetches.all)
     def fetch_leased(self, data, leased):
-        self.world.send(FetchLeased(data.draw(st.sampled_from(sorted(self.world.fetches.all))), leased))
+        self.world.send(IncomingLeased(data.draw(st.sampled_from(sorted(self.world.fetches.all))), leased))
 
     @rule(data=st.data(), fails=st.sampled_from([False, False, True]), times=st.integers(1, 4))
     @precondition(lambda self: self._host_calls())

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 
 from flow_books import Pass, Side, covered, side_of
-from flow_fetches import Fetches
-from flow_follows import Follows
+from flow_fetches import Fetch, Fetches
+from flow_follows import Follow, Follows
 from flow_writes import Writes
 
 from layerflow.flow import Flow
@@ -42,15 +42,14 @@ from layerflow.flow.events import (
     Event,
     FailedRange,
     FetchAvailable,
-    FetchLeased,
     FetchOpened,
-    FollowLent,
-    FollowLost,
     FollowMoved,
     FollowOpened,
     FrontierReached,
     Hop,
     HostLost,
+    IncomingFailed,
+    IncomingLeased,
     Item,
     LayersComputed,
     LayerShape,
@@ -91,6 +90,7 @@ class World:
         self.released: list[tuple[int, str]] = []
         self.wake: float | None = None
         self.sharing = 0
+        self.newest = 0
         self.fetches = Fetches()
         self.writes = Writes(self)
         self.follows = Follows(self)
@@ -121,16 +121,16 @@ class World:
         numbers = layers if isinstance(layers, tuple) else tuple(range(layers))
         return self.send(FetchOpened(fetch, source, numbers, (Item(size, 1),) * items, hop=hop))
 
-    def follow(self, session, step, group, parts, lent=False) -> int:
+    def follow(self, session, step, group, parts, leased=False) -> int:
         """Follow save parts of a step, one object each; the number."""
-        number, layers = -len(self.follows.all) - 1, self.layers_of(session, group)
-        self.send(FollowOpened(number, layers, len(parts), session, step, group, tuple(parts), lent))
+        number, layers = self.newest + 1, self.layers_of(session, group)
+        self.send(FollowOpened(number, layers, len(parts), session, step, group, tuple(parts), leased))
         return number
 
-    def promise(self, layers, objects=1, lent=False) -> int:
+    def promise(self, layers, objects=1, leased=False) -> int:
         """Objects that no step saves yet; the number."""
-        number = -len(self.follows.all) - 1
-        self.send(FollowOpened(number, tuple(layers), objects, lent=lent))
+        number = self.newest + 1
+        self.send(FollowOpened(number, tuple(layers), objects, leased=leased))
         return number
 
     def layers_of(self, session, group) -> tuple[int, ...]:
@@ -244,18 +244,18 @@ class World:
                 self.live[session, number].sides[LOAD].cut = True
                 self._call_back(session, number, LOAD)
             case FetchOpened():
+                self.newest = event.fetch
                 self.fetches.open(event)
-            case FetchLeased(fetch=fetch, leased=leased) if fetch in self.fetches.all:
-                self.fetches.all[fetch].leased = leased
+            case IncomingLeased(incoming=number, leased=leased):
+                self._incoming(number).leased = leased
             case FetchAvailable(fetch=fetch, layers=layers) if fetch in self.fetches.all:
                 one = self.fetches.all[fetch]
                 one.available = max(one.available, layers)
             case FollowOpened():
+                self.newest = event.follow
                 self.follows.open(event)
-            case FollowLent(follow=follow, lent=lent):
-                self.follows.all[follow].lent = lent
             case FollowMoved(into=into):
-                over = into < 0 and into not in self.follows.known()
+                over = into in self.follows.all and into not in self.follows.known()
                 if not over:
                     self.follows.move(event)
             case WriteOpened():
@@ -297,6 +297,9 @@ class World:
     def _of(self, hop: Hop) -> Fetches | Writes:
         return self.writes if hop is Hop.WRITE else self.fetches
 
+    def _incoming(self, number: int) -> Fetch | Follow:
+        return self.follows.all[number] if number in self.follows.all else self.fetches.all[number]
+
     def _side_of(self, submit: Submit) -> Side:
         return self.steps[submit.session, submit.step].sides[submit.direction]
 
@@ -320,13 +323,13 @@ class World:
 
     def needed(self, session: int, step: int) -> set[tuple[int, int]]:
         parts = self.live[session, step].sides[LOAD].parts
-        return {self.follows.place((need.fetch, need.item)) for part in parts for need in part.needs}
+        return {self.follows.place((need.incoming, need.item)) for part in parts for need in part.needs}
 
     def wanted(self) -> set[int]:
         """Fetches that are leased, or that a step needs whose loads were not called back."""
         loads = [one.sides[LOAD] for one in self.live.values() if not one.loads_done and not one.sides[LOAD].cut]
         needed = {
-            self.follows.place((need.fetch, need.item))[0]
+            self.follows.place((need.incoming, need.item))[0]
             for side in loads
             for part in side.parts
             for need in part.needs
@@ -425,19 +428,19 @@ class World:
             case Written():
                 self.writes.written(command)
             case Arrived():
-                (self.fetches if command.fetch > 0 else self.follows).arrived(command)
+                (self.follows if command.hop is Hop.LOCAL else self.fetches).arrived(command)
                 for session, step, objects in command.readers:
                     assert not self.live[session, step].loads_done, "pins for loads that are over"
-                    assert {(command.fetch, index) for index in objects} <= self.needed(session, step)
-            case ObjectsLost(transfer=number) if number < 0:
+                    assert {(command.transfer, index) for index in objects} <= self.needed(session, step)
+            case ObjectsLost(hop=Hop.LOCAL):
                 self.follows.lose(command)
             case ObjectsLost(hop=hop):
                 self._of(hop).lose(command)
             case RoomFreed():
                 keys = [key for key, one in self.live.items() if not one.loads_done]
                 held = {need for key in keys for need in self.needed(*key)}
-                (self.fetches if command.fetch > 0 else self.follows).vacate(command, held)
-            case TransferDone(transfer=number) if number < 0:
+                (self.follows if command.hop is Hop.LOCAL else self.fetches).vacate(command, held)
+            case TransferDone(hop=Hop.LOCAL):
                 self.follows.end(command)
             case TransferDone(hop=hop):
                 self._of(hop).done(command)
@@ -482,8 +485,10 @@ class World:
         self.flying[submit.batch] = submit
 
     def _there(self, need: Need, layer: int) -> bool:
-        place = self.follows.place((need.fetch, need.item))
-        return self.follows.there(place, layer) if place[0] < 0 else self.fetches.there(Need(*place, 0, 0), layer)
+        place = self.follows.place((need.incoming, need.item))
+        if place[0] in self.follows.all:
+            return self.follows.there(place, layer)
+        return self.fetches.there(Need(*place, 0, 0), layer)
 
     def _seal(self, one: Pass, direction: Direction, layer: int) -> None:
         side = one.sides[direction]
@@ -572,9 +577,9 @@ class World:
         for part, (base, _) in zip(side.parts, side.ranges, strict=True):
             failed = [(lo, hi) for group, lo, hi in side.failed if group == part.group]
             for need in part.needs:
-                number, item = self.follows.place((need.fetch, need.item))
+                number, item = self.follows.place((need.incoming, need.item))
                 if (
-                    number < 0
+                    number in self.follows.all
                     and item not in self.follows.all[number].whole
                     and (session, part.request) not in self.aborted
                 ):
@@ -598,7 +603,7 @@ class World:
         """Let everything end well from here, and check that the core has forgotten all of it."""
         for number, follow in self.follows.all.items():
             if follow.coming and not follow.event.parts:
-                self.send(FollowLost(number, tuple(follow.coming), "nobody saves it"))
+                self.send(IncomingFailed(number, tuple((index, "nobody saves it") for index in follow.coming)))
         for number, fetch in self.fetches.all.items():
             if fetch.coming:
                 self.send(FetchAvailable(number, len(fetch.event.layers)))
@@ -613,8 +618,8 @@ class World:
         self._check_no_circle()
         self.written()
         for number, follow in self.follows.all.items():
-            if follow.lent:
-                self.send(FollowLent(number, False))
+            if follow.leased:
+                self.send(IncomingLeased(number, False))
         for number, write in self.writes.all.items():
             assert write.done, f"write {number} never ends"
         for side, part in [*self.writes.cancelled, *self.follows.cancelled]:
@@ -628,7 +633,7 @@ class World:
         assert not state.in_flight and not state.dirty_steps and not state.finished_loads and not len(state.deadlines)
         assert not any(ring.queue for ring in state.rings)
         assert not state.progressed_saves and not state.writes.backlog
-        assert not state.follows and not state.committed_saves and not state.cancelled_saves
+        assert not state.incoming and not state.committed_saves and not state.cancelled_saves
         for number, follow in self.follows.all.items():
             assert follow.done and follow.vacated == follow.lost, f"follow {number} keeps room"
         for lane in (state.fetches, state.peers, state.writes):

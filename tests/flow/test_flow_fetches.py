@@ -17,10 +17,11 @@ from layerflow.flow.commands import (
     TransferDone,
 )
 from layerflow.flow.events import (
-    FetchLeased,
     FetchOpened,
     FrontierReached,
+    Hop,
     HostLost,
+    IncomingLeased,
     Item,
     LayersComputed,
     Limits,
@@ -114,7 +115,7 @@ def test_exactly_the_blocks_of_a_lost_object_fail_and_the_leading_ones_load():
     assert [s[:3] for s in carved(out)] == [(i, lo, hi) for i in range(3) for lo, hi in ((0, 2), (4, 6))]
     assert of(out, ObjectsLost)[0].objects == (1,) and not of(out, RoomFreed), "the step may read its room"
     done = [c for s in submits(out, LOAD) for c in world.done(s)]
-    assert of(done, LoadsDone) and of(done, RoomFreed) == [RoomFreed(1, (1,))]
+    assert of(done, LoadsDone) and of(done, RoomFreed) == [RoomFreed(Hop.FETCH, 1, (1,))]
     assert done.index(of(done, LoadsDone)[0]) < done.index(of(done, RoomFreed)[0])
     world.drain()
     assert world.steps[0, 1].sides[SAVE].revoked == {0}, "what is computed on top of it is not stored"
@@ -187,11 +188,11 @@ def test_a_lost_session_holds_nothing(one_layer):
 def test_what_is_wanted_again_before_the_host_has_ended_goes_on_where_it_was(one_layer):
     world = one_session(layers=9)
     world.bring(1, 9)
-    world.send(FetchLeased(1, True))
+    world.send(IncomingLeased(1, True))
     first = next(iter(world.fetches.calls.values()))
-    world.send(FetchLeased(1, False))
+    world.send(IncomingLeased(1, False))
     assert not of(world.end_call(first), Call), "nobody wants more of it"
-    out = world.send(FetchLeased(1, True))
+    out = world.send(IncomingLeased(1, True))
     assert calls(out) == [(1, 0, 1, CALLS_AHEAD, CALLS_AHEAD + 1)]
     assert of(world.fetched(1, 9), Arrived)
     world.drain()

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import pytest
 from flow_world import LOAD, SAVE, World, coming, of, submits
 
+from layerflow.errors import InvalidTransition
 from layerflow.flow.commands import Arrived, Commit, LayersStored, LoadFailed, LoadsDone, ObjectsLost, RoomFreed
 from layerflow.flow.events import (
-    FollowLent,
+    FetchAvailable,
+    FetchOpened,
     FollowMoved,
+    FollowOpened,
+    Hop,
+    IncomingFailed,
+    IncomingLeased,
+    Item,
     LayersComputed,
     Limits,
     Need,
@@ -161,7 +169,7 @@ def test_a_reader_is_not_told_of_layers_that_were_given_up_before_they_were_stor
     """What is cancelled has nothing left to be granted, as if it were stored; its reader hears that it is lost."""
     world = pair(limits=Limits(max_inflight_bytes=2))
     assert not submits(world.open(P, 1, (), [Part("p", 0, 2)])), "its batches wait for room"
-    world.follow(P, 1, 0, [0], lent=True)
+    world.follow(P, 1, 0, [0], leased=True)
     out = world.send(RequestAborted(P, "p"))
     assert of(out, ObjectsLost) and not of(out, LayersStored)
     world.drain()
@@ -170,18 +178,55 @@ def test_a_reader_is_not_told_of_layers_that_were_given_up_before_they_were_stor
 def test_a_reader_is_told_of_each_layer_as_it_is_stored_and_of_the_last_by_its_publication():
     world = pair()
     saves = submits(world.open(P, 1, (), [Part("p", 0, 2)]))
-    follow = world.follow(P, 1, 0, [0], lent=True)
+    follow = world.follow(P, 1, 0, [0], leased=True)
     world.send(LayersComputed(P, 1, 3))
     out = [command for save in saves for command in world.done(save)]
     assert of(out, LayersStored) == [LayersStored(follow, 1), LayersStored(follow, 2)]
-    assert [one.fetch for one in of(out, Arrived)] == [follow]
+    assert [one.transfer for one in of(out, Arrived)] == [follow]
     world.drain()
 
 
 def test_what_is_lent_and_given_up_keeps_its_room_until_its_reader_is_done():
     world = pair()
     world.open(P, 1, (), [Part("p", 0, 2)])
-    follow = world.follow(P, 1, 0, [0], lent=True)
+    follow = world.follow(P, 1, 0, [0], leased=True)
     assert not of(world.send(SessionLost(P)), RoomFreed)
-    assert of(world.send(FollowLent(follow, False)), RoomFreed) == [RoomFreed(follow, (0,))]
+    assert of(world.send(IncomingLeased(follow, False)), RoomFreed) == [RoomFreed(Hop.LOCAL, follow, (0,))]
+    world.drain()
+
+
+@pytest.mark.parametrize(
+    ("event", "words"),
+    [
+        (FollowOpened(2, (0, 1, 2), 1), "numbers ascend"),
+        (FetchOpened(2, "e", (0, 1, 2), (Item(1, 1),)), "numbers ascend"),
+        (FetchOpened(3, "e", (0, 1, 2), (Item(1, 1),), hop=Hop.LOCAL), "by the way LOCAL"),
+        (FetchAvailable(2, 3), "follow 2 is no fetch"),
+        (FollowMoved(1, (0,), 2), "fetch 1 is no follow"),
+        (IncomingFailed(2, ((0, "gone"),)), "a step saves them"),
+        (IncomingLeased(3, True), "never opened"),
+    ],
+)
+def test_a_fetch_and_a_follow_are_numbered_together_and_not_taken_for_each_other(event, words):
+    world = pair()
+    world.bring(1, 3)
+    world.open(P, 1, (), [Part("p", 0, 2)])
+    assert world.follow(P, 1, 0, [0]) == 2
+    before = world.flow.statistics()
+    with pytest.raises(InvalidTransition, match=words):
+        world.flow.handle(event, world.now)
+    assert world.flow.statistics() == before
+    world.flow.validate()
+    world.drain()
+
+
+def test_a_load_takes_blocks_of_a_fetch_and_of_a_follow_at_once():
+    world = pair()
+    world.bring(1, 3)
+    saves = submits(world.open(P, 1, (), [Part("p", 0, 2)]))
+    follow = world.follow(P, 1, 0, [0])
+    world.open(D, 2, [Part("d", 0, 3, (Need(1, 0, 0, 1), Need(follow, 0, 1, 3)))])
+    assert next((s.layer, s.lo, s.hi) for s in submits(world.fetched(1, 3))) == (0, 0, 1)
+    world.send(LayersComputed(P, 1, 3))
+    assert (0, 1, 3) in [(s.layer, s.lo, s.hi) for save in saves for s in submits(world.done(save), LOAD)]
     world.drain()

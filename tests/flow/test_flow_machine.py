@@ -19,15 +19,13 @@ from layerflow.flow.events import (
     CallDone,
     Direction,
     FetchAvailable,
-    FetchFailed,
-    FetchLeased,
     FetchOpened,
-    FollowLent,
-    FollowLost,
     FollowMoved,
     FollowOpened,
     FrontierReached,
     Hop,
+    IncomingFailed,
+    IncomingLeased,
     Item,
     LayersComputed,
     Limits,
@@ -108,7 +106,8 @@ class FlowMachine(TransferRules):
         if not objects or data.draw(st.sampled_from([True, False, False])):
             return part
         # What a step is storing now, rather than what may never come.
-        stored = [one for one in objects if one[0] < 0 and self.world.follows.all[one[0]].event.parts]
+        follows = self.world.follows.all
+        stored = [one for one in objects if one[0] in follows and follows[one[0]].event.parts]
         if stored and data.draw(st.booleans()):
             objects = stored
         cuts = sorted(data.draw(st.sets(st.integers(0, part.blocks), min_size=2, max_size=4)))
@@ -223,14 +222,15 @@ class FlowMachine(TransferRules):
                     LoadsMoved(session, step, -1),
                     FetchOpened(0, "x", (0,), (Item(1, 1),)),
                     FetchOpened(10**9, "x", (0,), (Item(1, 1),), hop=Hop.WRITE),
-                    FetchFailed(10**9, ((0, "never opened"),)),
-                    FollowLent(-(10**9), True),
-                    FetchLeased(10**9, True),
+                    FetchOpened(10**9, "x", (0,), (Item(1, 1),), hop=Hop.LOCAL),
+                    IncomingFailed(10**9, ((0, "never opened"),)),
+                    IncomingLeased(0, True),
+                    IncomingLeased(10**9, True),
                     FetchAvailable(10**9, 1),
                     FollowOpened(0, (0,), 1),
-                    FollowOpened(-(10**9), (0,), 2, session, step, 0, (0,)),
-                    FollowLost(-(10**9), (0,), "never opened"),
-                    FollowMoved(-(10**9), (0,), 1),
+                    FollowOpened(10**9, (0,), 2, session, step, 0, (0,)),
+                    IncomingFailed(-1, ((0, "never opened"),)),
+                    FollowMoved(10**9, (0,), 1),
                     WriteOpened(0, "x", session, step, 0, (Item(1, 1),), (0,)),
                     WriteOpened(10**9, "x", session, step, 0, (Item(1, 1),), ()),
                     CallDone(Hop.FETCH, 10**9),

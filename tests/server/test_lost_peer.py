@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
-from layerflow.flow.events import Event, FetchFailed
+from layerflow.flow.events import Event, IncomingFailed
 from layerflow.pool.base import NewObject
 from layerflow.server.arrivals import Fetches
 from layerflow.server.peers.attachment import Attachment
@@ -40,5 +40,5 @@ class Source:
 def test_a_fetch_that_another_has_ended_is_not_failed_again() -> None:
     source: Any = Source()
     PeerSource._give_up(source, source.lease, "it is silent")
-    assert [type(event) for event in source.told] == [FetchFailed]
+    assert [type(event) for event in source.told] == [IncomingFailed]
     assert source.lease.over

@@ -19,11 +19,9 @@ from layerflow.agent.control import DEFAULT_LOOKUP_TIMEOUT_S, Control
 from layerflow.agent.costs import LoadPolicy
 from layerflow.agent.descriptors import PartDescriptor
 from layerflow.agent.dispatcher import Dispatcher
-from layerflow.agent.ending import EngineBlocks
 from layerflow.agent.link import Link
-from layerflow.agent.open_steps import OpenSteps
-from layerflow.agent.opening import StepOpener, check_timeout, outdated
 from layerflow.agent.step.step import NoStep, Step
+from layerflow.agent.steps import Steps, check_timeout, outdated
 from layerflow.agent.values import MISS, AgentCounters, AgentStatistics, Ended, Follow, Hit, Measured, StepRequest
 from layerflow.content import renewed_content
 from layerflow.device import device_for
@@ -35,11 +33,11 @@ from layerflow.keys import Chain, Media, root_digest
 from layerflow.observe.trace import StepTrace
 from layerflow.ops.paged import PagedMemory
 from layerflow.spec import ModelSpec
-from layerflow.wire.messages import Abort, Terms
+from layerflow.wire.messages import Terms
 
 DEFAULT_ATTACH_TIMEOUT_S = 5.0
 MOST_UNASKED_S = 600.0
-"""What nobody asked to be followed is waited for no longer, however long computing it would take."""
+"""Upper bound, in seconds, for waiting on another engine's saves when the caller passed no `Follow`."""
 REPLACED = "the engine's weights were replaced"
 
 log = structlog.get_logger("layerflow.agent")
@@ -81,26 +79,29 @@ class Agent:
         self._gate = CaptureGate(self.device.capturing)
         self._pid = os.getpid()
         self._counters = AgentCounters()
-        self._open_steps = OpenSteps()
         context = context or zmq.Context.instance()
         self._control = Control(
             endpoint, engine_id, spec, name=name, context=context, lookup_timeout_s=lookup_timeout_s
         )
         self._link = Link(context, endpoint, engine_id, spec, name)
+        self._policy = LoadPolicy(spec)
+        self._steps = Steps(
+            self.memory,
+            self.device,
+            link=self._link,
+            plans=self._control.plans,
+            policy=self._policy,
+            counters=self._counters,
+        )
         self._dispatcher = Dispatcher(
+            self._steps,
             memory=self.memory,
             device=self.device,
             control=self._control,
             link=self._link,
-            open_steps=self._open_steps,
             counters=self._counters,
-            advisor=LoadPolicy(spec),
             gate=self._gate,
         )
-        self._opener = StepOpener(
-            self.memory, self.device, self._dispatcher, self._open_steps, self._link, self._control.plans
-        )
-        self._blocks = EngineBlocks(self._open_steps, self._dispatcher.ends)
         try:
             self._link.start(self._dispatcher)
             if wait_s > 0 and not self._link.ready.wait(wait_s):
@@ -114,30 +115,30 @@ class Agent:
     @property
     def attached(self) -> bool:
         """Is there a server now?"""
-        return self._dispatcher.attachment is not None
+        return self._steps.attachment is not None
 
     @property
     def direct(self) -> bool:
         """Do bytes move straight between device memory and the pool behind the server's arena now?"""
-        attachment = self._dispatcher.attachment
+        attachment = self._steps.attachment
         return attachment is not None and attachment.direct
 
     @property
     def terms(self) -> Terms | None:
         """The server's current terms; None while it is away."""
-        attachment = self._dispatcher.attachment
+        attachment = self._steps.attachment
         return attachment.terms if attachment is not None else None
 
     @property
     def traces(self) -> deque[StepTrace]:
         """The last finished steps, oldest first."""
-        self._dispatcher.measure()
-        return self._dispatcher.measures.traces
+        self._steps.measure()
+        return self._steps.measures.traces
 
     @property
     def measured(self) -> deque[Measured]:
         """The figures of the last finished steps, oldest first, a moment after their end; take them from the left."""
-        return self._dispatcher.measures.measured
+        return self._steps.measures.measured
 
     def wait_attached(self, timeout_s: float) -> bool:
         """Wait for a server; False after `timeout_s`."""
@@ -169,7 +170,7 @@ class Agent:
         """
         self._same_process()
         self._counters.lookups += 1
-        if not self.attached or self._dispatcher.silent or outdated(chain, self.spec):
+        if not self.attached or self._steps.silent or outdated(chain, self.spec):
             return MISS
         hit = self._control.lookup(request, chain, follow or self._unasked(chain))
         self._counters.hit_tokens += hit.tokens
@@ -186,13 +187,13 @@ class Agent:
         :param prompt_tokens: of the whole prompt.
         """
         terms = self.terms
-        self._dispatcher.measure()
-        return self._dispatcher.advisor.advise(terms.mode if terms is not None else "auto", hit, prompt_tokens)
+        self._steps.measure()
+        return self._policy.advise(terms.mode if terms is not None else "auto", hit, prompt_tokens)
 
     @property
     def costs(self) -> tuple[LinkCost | None, ComputeCost | None]:
         """What finished steps have shown of this worker's link and compute."""
-        return self._dispatcher.advisor.costs
+        return self._policy.costs
 
     def open_step(
         self, requests: Sequence[StepRequest], timeout_s: float | None = None, *, after: DeviceEvent | None = None
@@ -211,7 +212,7 @@ class Agent:
         :raises SpecError: a request's load or block table does not fit the spec, or the timeout is none.
         """
         self._same_process()
-        return self._opener.open_requests(self.spec, requests, timeout_s, after)
+        return self._steps.open_requests(self.spec, requests, timeout_s, after)
 
     def open_descriptors(
         self,
@@ -233,7 +234,7 @@ class Agent:
         :raises SpecError: a block that registered memory does not have, or the timeout is none.
         """
         self._same_process()
-        return self._opener.open(loads, saves, work, timeout_s, after)
+        return self._steps.open(loads, saves, work, timeout_s, after)
 
     def record(self) -> DeviceEvent | None:
         """An event behind all that the calling thread has enqueued, for :meth:`open_step` and :meth:`Step.layer_done`.
@@ -252,18 +253,14 @@ class Agent:
     def abort(self, request: str) -> None:
         """The request is over. :meth:`poll` reports it released once no transfer touches its blocks."""
         self._same_process()
-        steps = self._open_steps.abort(request)
-        for step in steps:
-            step.abort(request)
-        if steps and self.attached:
-            self._dispatcher.bypass.in_order(steps, lambda: self._link.send(Abort([request])))
+        self._steps.abort(request)
 
     def release_saves(self, step: Step, *, sound: bool) -> None:
         """Publish the saves that :meth:`Step.hold_saves` holds back, or give them up.
 
         :param sound: everything that the step's forward pass has read was valid.
         """
-        self._blocks.release_saves(step, sound=sound)
+        self._steps.release_saves(step, sound=sound)
 
     def drop_lease(self, request: str) -> None:
         """The request's hit will not be loaded."""
@@ -271,11 +268,11 @@ class Agent:
 
     def busy(self, request: str) -> bool:
         """May a transfer still touch this request's blocks?"""
-        return self._open_steps.busy(request)
+        return self._steps.busy(request)
 
     def saving(self, request: str) -> bool:
         """May a save still read this request's blocks? Loads do not count."""
-        return self._blocks.saving(request)
+        return self._steps.saving(request)
 
     def reclaim(self, group_blocks: Sequence[Sequence[int] | np.ndarray], timeout_s: float) -> int:
         """These engine blocks are about to be overwritten: nothing reads them any more when this returns.
@@ -292,16 +289,16 @@ class Agent:
         self._same_process()
         check_timeout(timeout_s)
         blocks = self._per_group(group_blocks)
-        if not len(self._open_steps):
+        if not len(self._steps):
             return 0
-        return self._blocks.reclaim(blocks, timeout_s)
+        return self._steps.reclaim(blocks, timeout_s)
 
     def doubt_reads(self) -> None:
         """The engine may overwrite blocks from now on, and says which by :meth:`overwritten` afterwards.
 
         For engines that prepare a step before they tell of it. What saves read until then is stored once that is told.
         """
-        self._dispatcher.ends.doubt_reads()
+        self._steps.doubt_reads()
 
     def overwritten(self, group_blocks: Sequence[Sequence[int] | np.ndarray]) -> int:
         """The engine has overwritten these blocks since :meth:`doubt_reads`: saves that may have read one are given up.
@@ -313,7 +310,7 @@ class Agent:
         :raises SpecError: not one list per group.
         """
         self._same_process()
-        return self._blocks.overwritten(self._per_group(group_blocks))
+        return self._steps.overwritten(self._per_group(group_blocks))
 
     def revoke(self, reason: str) -> int:
         """Cut all open steps off: what they load has failed, what they have not stored is never published.
@@ -321,7 +318,7 @@ class Agent:
         When this returns, none of them touches engine memory any more. How many there were.
         """
         self._same_process()
-        return self._blocks.revoke(reason)
+        return self._steps.revoke(reason)
 
     def reset(self, model_content: str = "") -> ModelSpec:
         """The weights are being replaced: nothing computed with the old ones is ever loaded again by this engine.
@@ -346,11 +343,11 @@ class Agent:
 
     def wait_idle(self, request: str, timeout_s: float) -> bool:
         """Wait until no transfer touches this request's blocks; False after `timeout_s`. Its saves leave at once."""
-        return self._blocks.wait_idle(request, timeout_s)
+        return self._steps.wait_idle(request, timeout_s)
 
     def poll(self) -> Ended:
         """What ended since the last call. Never blocks."""
-        return self._open_steps.poll()
+        return self._steps.poll()
 
     def statistics(self) -> AgentStatistics:
         """A snapshot."""
@@ -358,7 +355,7 @@ class Agent:
         return AgentStatistics(
             attached=self.attached,
             attachments=counters.attachments,
-            open_steps=len(self._open_steps),
+            open_steps=len(self._steps),
             loaded_bytes=counters.loaded_bytes,
             saved_bytes=counters.saved_bytes,
             failed_batches=counters.failed_batches,
@@ -374,9 +371,9 @@ class Agent:
         """Cut off what is open, stop the threads and hang up; in a forked copy nothing."""
         if os.getpid() != self._pid:
             return
-        self._dispatcher.measure()
+        self._steps.measure()
         self._link.close()
-        self._dispatcher.close()
+        self._steps.close()
         self._link.release()
         self._control.close()
 
@@ -393,7 +390,7 @@ class Agent:
         terms = self.terms
         if terms is None or terms.follow != "auto":
             return None
-        seconds = self._dispatcher.advisor.compute_seconds(len(chain))
+        seconds = self._policy.compute_seconds(len(chain))
         return Follow(time.monotonic() + min(seconds, MOST_UNASKED_S)) if seconds else None
 
     def _per_group(self, group_blocks: Sequence[Sequence[int] | np.ndarray]) -> list[np.ndarray]:

@@ -8,18 +8,13 @@ from collections.abc import Iterator
 import structlog
 
 from layerflow.agent.control import Control
-from layerflow.agent.costs import LoadPolicy, Measures
 from layerflow.agent.descriptors import Numbered
-from layerflow.agent.direct import DirectLaneSwitch
-from layerflow.agent.ending import StepEnds
-from layerflow.agent.lanes.lanes import Lanes
 from layerflow.agent.lanes.task import CopyTask
 from layerflow.agent.link import Attachment, Link
 from layerflow.agent.mapping import ArenaAccess, KnownArena
-from layerflow.agent.open_steps import OpenSteps
-from layerflow.agent.planned import PlannedSteps
 from layerflow.agent.step.step import Step
 from layerflow.agent.step.transfers import LOAD, SAVE
+from layerflow.agent.steps import Steps
 from layerflow.agent.values import AgentCounters
 from layerflow.boxes import Box
 from layerflow.device.base import Device
@@ -50,38 +45,25 @@ class Dispatcher:
 
     def __init__(
         self,
+        steps: Steps,
         *,
         memory: PagedMemory,
         device: Device,
         control: Control,
         link: Link,
-        open_steps: OpenSteps,
         counters: AgentCounters,
-        advisor: LoadPolicy,
         gate: CaptureGate,
     ) -> None:
         self.gate = gate
-        self.advisor = advisor
-        self.measures = Measures(advisor, device)
-        self.attachment: Attachment | None = None
-        self.silent = False
         self.link = link
         self.access: ArenaAccess | None = None
+        self.lanes = steps.lanes
+        self.bypass = steps.bypass
+        self._steps = steps
         self._memory = memory
         self._device = device
         self._control = control
-        self._open_steps = open_steps
         self._counters = counters
-        self.terms: Terms | None = None
-        self.bypass = DirectLaneSwitch(memory, device, open_steps)
-        self.lanes = Lanes(device, link, counters, self.bypass.ended_load)
-        self.ends = StepEnds(open_steps, link, self.lanes, self.bypass, self.measures, counters)
-        self.planned = PlannedSteps(memory, device, open_steps, self.lanes.load, self.ends)
-
-    def close(self) -> None:
-        """Stop the lanes, and the way past the arena."""
-        self.lanes.close()
-        self.bypass.close()
 
     # -- told by the link -------------------------------------------------------------------------
 
@@ -101,17 +83,14 @@ class Dispatcher:
     def connection_made(self, attachment: Attachment) -> None:
         """A server has taken this agent: copy to and from its arena from now on, or past it."""
         self._control.connect()
+        arena = None
         if not attachment.direct:
             access = self.access = ArenaAccess(self._memory, attachment.arena, self._device, self.gate)
             keep_s = attachment.welcome.lease_ms / 1e3
             arena = KnownArena(attachment.incarnation, attachment.arena, access, keep_s)
-            with self._open_steps.lock:
-                self.planned.arenas.add(arena)
         self._set_terms(attachment.terms)
         self._counters.attachments += 1
-        self.silent = False
-        with self._open_steps.lock:
-            self.attachment, self.ends.session = attachment, attachment.session
+        self._steps.attach(attachment, arena)
         log.info(
             "agent_attached",
             session=attachment.session,
@@ -124,21 +103,8 @@ class Dispatcher:
 
         Loads whose places are known go on until it is known whether its process has ended.
         """
-        with self._open_steps.lock:
-            lost, self.attachment, self.ends.session = self.attachment, None, 0
-            going_on = self.planned.abandoned(lost.incarnation) if lost is not None else set()
         access, self.access = self.access, None  # steps with plans may go on to load from the lost server's arena
-        steps = self._open_steps.steps()
-        log.warning("agent_detached", reason=reason, open_steps=len(steps), going_on=len(going_on))
-        for step in steps:
-            # Whatever one step meets, the others are cut off too: the server reuses the arena once this link hangs up.
-            try:
-                if step.number in going_on:
-                    self.planned.orphan(step, reason)
-                elif not step.orphaned:
-                    self.ends.cut(step, reason)
-            except Exception:
-                log.exception("cut_failed", step=step.number)
+        lost = self._steps.detach(reason)
         if access is not None:
             try:
                 access.copiers[SAVE].drain()
@@ -147,16 +113,16 @@ class Dispatcher:
 
     def judged(self, dead: bool) -> None:
         """Has the lost server's process ended, for certain? If not, nothing is loaded from its arena any more."""
-        self.planned.judged(dead)
+        self._steps.server_exit_known(dead)
 
     def waiting(self, now: float) -> None:
         """Time passed without a server."""
         self._control.plans.overdue(now)  # there is nobody to tell
-        self.planned.sweep(now)
-        self.measure(now)
-        for step in self._open_steps.steps():
+        self._steps.sweep_arenas(now)
+        self._steps.measure(now)
+        for step in self._steps.all():
             if now > step.deadline:
-                self.ends.cut(step, "not finished at its deadline")
+                self._steps.fail(step, "not finished at its deadline")
 
     def heard(self, message: ToClient) -> None:
         """A message."""
@@ -168,14 +134,15 @@ class Dispatcher:
             case Notice():
                 self._noticed(message)
             case Terms():
-                if self.attachment is not None:
-                    self.attachment.terms = message
+                attachment = self._steps.attachment
+                if attachment is not None:
+                    attachment.terms = message
                     self._set_terms(message)
             case Problem():
                 log.error("server_refused", code=message.code, error=message.message, step=message.id)
-                step = self._open_steps.get(message.id)
+                step = self._steps.get(message.id)
                 if step is not None:
-                    self.ends.cut(step, f"refused: {message.message}")
+                    self._steps.fail(step, f"refused: {message.message}")
             case _:
                 pass  # a heartbeat's answer: that it came is all it says
 
@@ -184,19 +151,19 @@ class Dispatcher:
 
         Nor one that has not heard of them, because the pool behind it hangs.
         """
-        if silent != self.silent:
-            self.silent = silent
+        if silent != self._steps.silent:
+            self._steps.silent = silent
             if silent:
-                log.warning("server_silent", open_steps=len(self._open_steps))
+                log.warning("server_silent", open_steps=len(self._steps))
             else:
                 log.info("server_heard_again")
-        self.measure(now)
-        self.planned.sweep(now)
+        self._steps.measure(now)
+        self._steps.sweep_arenas(now)
         for request, plan in self._control.plans.overdue(now):
             self.link.send(DropLease(request, plan))
-        for step in self._open_steps.steps():
+        for step in self._steps.all():
             if now > (step.deadline if silent or not step.announced else step.save_deadline):
-                self.ends.cut(step, "not finished at its deadline")
+                self._steps.fail(step, "not finished at its deadline")
 
     def progress(self) -> list[Progress]:
         """Frontiers that moved, and computed layers."""
@@ -211,29 +178,23 @@ class Dispatcher:
         return any(True for _ in self._moved_on())
 
     def _moved_on(self) -> Iterator[tuple[Step, tuple[int, int]]]:
-        for step in self._open_steps.steps():
+        for step in self._steps.all():
             if step.announced and (place := step.progress) != step.reported:
                 yield step, place
 
     def sampling(self) -> bool:
         """While a prefetch window is set and something loads, frontiers matter. Steps that ended are to be measured."""
-        attachment = self.attachment
-        return self.measures.pending or (
+        attachment = self._steps.attachment
+        return self._steps.measures.pending or (
             attachment is not None
             and attachment.terms.prefetch_layers > 0
-            and any(
-                step.loading and step.residents is None and not step.all_granted for step in self._open_steps.steps()
-            )
+            and any(step.loading and step.residents is None and not step.all_granted for step in self._steps.all())
         )
-
-    def measure(self, until: float | None = None) -> None:
-        """Work the figures of ended steps out, and tell the server with what is told next."""
-        self.link.news.figures.extend(self.measures.work_out(until))
 
     # -- one message each -------------------------------------------------------------------------
 
     def _planned(self, plan: Plan) -> None:
-        step, attachment = self._open_steps.get(plan.step), self.attachment
+        step, attachment = self._steps.get(plan.step), self._steps.attachment
         if step is None or attachment is None:
             return
 
@@ -253,24 +214,24 @@ class Dispatcher:
         try:
             step.planned(plan if leases is None else leases.fill(plan), bind)
             if plan.urgent:
-                self.ends.hurry(step)
+                self._steps.expedite(step)
         except LayerflowError as error:
             log.error("plan_unusable", step=plan.step, error=str(error))
-            self.ends.cut(step, f"plan unusable: {error}")
+            self._steps.fail(step, f"plan unusable: {error}")
 
     def _granted(self, grant: Grant) -> None:
         for failure in grant.failed:
-            step = self._open_steps.get(failure.step)
+            step = self._steps.get(failure.step)
             if step is not None:
                 step.load_failed(failure.group, failure.lo, failure.hi, failure.reason)
         for batch in grant.batches:
             self._start(batch)
         for seal in grant.sealed:
-            step = self._open_steps.get(seal.step)
+            step = self._steps.get(seal.step)
             if step is not None and seal.direction == LOAD:
                 step.sealed(seal.layer)
         for cancel in grant.cancelled:
-            step = self._open_steps.get(cancel.step)
+            step = self._steps.get(cancel.step)
             if step is not None and cancel.direction == LOAD:
                 step.fence(cancel.reason)
             elif step is not None:
@@ -278,7 +239,7 @@ class Dispatcher:
                 self.lanes.save.wake()
 
     def _start(self, batch: Batch) -> None:
-        step = self._open_steps.get(batch.step)
+        step = self._steps.get(batch.step)
         copier = self.bypass.copier(step, batch) if step is not None else None
         if copier is None and self.access is not None:
             copier = self.access.copiers[batch.direction]
@@ -295,29 +256,37 @@ class Dispatcher:
 
     def _noticed(self, notice: Notice) -> None:
         for stored in notice.stored:
-            step = self._open_steps.get(stored.step)
+            step = self._steps.get(stored.step)
             if step is None:
                 continue
             parts = stored.parts if step.leases is None else step.leases.saves.parts_of(stored.parts)
             step.reads.settled(parts)
             if stored.committed and step.leases is not None:
-                self.bypass.publish(step, stored.parts)
+                self.bypass.publish(step, stored.parts, functools.partial(self._published, step))
                 continue
             for request in {step.saves[part].request for part in parts}:
                 if stored.committed:
-                    self._open_steps.saved(request)
+                    self._steps.saved(request)
                 else:
-                    self._open_steps.save_failed(request, stored.reason)
+                    self._steps.save_failed(request, stored.reason)
         for request in notice.released:
-            self._open_steps.released(request)
+            self._steps.released(request)
         for number in notice.finished:
-            step = self._open_steps.get(number)
+            step = self._steps.get(number)
             if step is not None:
-                self.bypass.in_turn(step, functools.partial(self.ends.finish, step))
+                self.bypass.after_direct_work(step, functools.partial(self._steps.end, step))
+
+    def _published(self, step: Step, part: int, failure: str) -> None:
+        """The pool has published a save part past the arena, or could not; on the direct lane's thread."""
+        request = step.saves[part].request
+        if failure:
+            log.warning("direct_not_published", step=step.number, request=request, error=failure)
+            self._steps.save_failed(request, failure)
+        else:
+            self._steps.saved(request)
 
     def _set_terms(self, terms: Terms) -> None:
-        self.terms = terms
+        self._steps.terms = terms
         self.lanes.set_terms(terms, self._memory.spec.shard)
         if self.access is not None:
             self.access.set_way(terms.copy_way)
-        self.planned.link = self.lanes.links[LOAD]

@@ -1,4 +1,4 @@
-"""What loads wait for: fetches from the backend or a peer, and what other steps store.
+"""What loads wait for: fetches from the backend or a peer, and follows of what other steps store.
 
 An object is published once all its layers have come. One that fails fails the blocks that need it, and no
 others. A fetch ends when all its objects have come or failed, or when it was wanted and no longer is: then
@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
+from typing import TypeVar
 
 from layerflow.errors import InvalidTransition
 from layerflow.flow.commands import Arrived, Call, Command, LayersStored, ObjectsLost, RoomFreed, TransferDone
 from layerflow.flow.events import (
     FetchAvailable,
     FetchesRevoked,
-    FetchFailed,
-    FetchLeased,
     FetchOpened,
-    FollowLent,
-    FollowLost,
     FollowMoved,
     FollowOpened,
     Hop,
+    IncomingFailed,
+    IncomingLeased,
     Part,
 )
 from layerflow.flow.graph import (
@@ -38,14 +37,59 @@ from layerflow.flow.graph import (
     joined,
 )
 from layerflow.flow.host_lane import HostLane
+from layerflow.flow.host_transfer import by_reason
 from layerflow.flow.progress import fail_blocks
 from layerflow.flow.state import State
 
 # The dependencies between what is still to come and the loads that wait for it, wherever it comes from.
 
 
+def check_needs(state: State, part: Part, layers: tuple[int, ...]) -> str:
+    """Say what is wrong with what a load part needs; empty = nothing.
+
+    :param layers: of the part's group.
+    """
+    end = 0
+    for need in part.needs:
+        incoming = state.incoming.get(need.incoming)
+        if incoming is None or incoming.closed or not 0 <= need.item < incoming.size:
+            return f"needs object {need.item} of fetch {need.incoming}, which is not on its way"
+        if incoming.layer_numbers != layers:
+            return f"needs {incoming}, which has other layers than its group"
+        if not incoming.coming(need.item):
+            return f"needs object {need.item} of {incoming}, which has come or failed"
+        if not end <= need.lo < need.hi <= part.blocks:
+            return f"needs blocks {need.lo} to {need.hi} of {part.blocks}, after block {end}"
+        end = need.hi
+    return ""
+
+
+def add_cursors(state: State, transfer: Transfer) -> None:
+    """Add a cursor for the blocks that are in the arena, and one for each fetch or follow that brings others."""
+    ready: list[Span] = []
+    needs: dict[int, dict[int, list[Span]]] = {}
+    for member, position in enumerate(transfer.members):
+        at, end = transfer.starts[member], transfer.starts[member + 1]
+        base = at
+        for need in transfer.job.parts[position].needs:
+            if at < base + need.lo:
+                ready.append((at, base + need.lo))
+            at = base + need.hi
+            needs.setdefault(need.incoming, {}).setdefault(need.item, []).append((base + need.lo, at))
+        if at < end:
+            ready.append((at, end))
+    if ready:
+        transfer.add_cursor(joined(ready))
+    for number, spans in needs.items():
+        incoming = state.incoming[number]
+        add_dependency(state, incoming, transfer, spans)
+        if isinstance(incoming, Fetch):
+            incoming.claimed = True
+            state.lane_of(incoming.hop).join(incoming)
+
+
 def add_dependency(state: State, incoming: Incoming, transfer: Transfer, spans: dict[int, list[Span]]) -> None:
-    """Loads of a new step wait for these objects.
+    """Make loads of a new step wait for objects.
 
     :param spans: by object, its blocks of the transfer.
     """
@@ -57,7 +101,7 @@ def add_dependency(state: State, incoming: Incoming, transfer: Transfer, spans: 
 
 
 def layers_available(state: State, dependency: Dependency) -> None:
-    """Layers that have come may be granted."""
+    """Let layers that have come be granted."""
     transfer, incoming = dependency.transfer, dependency.incoming
     if not dependency.waiting:
         return
@@ -65,7 +109,7 @@ def layers_available(state: State, dependency: Dependency) -> None:
     if layers <= transfer.arrivals[incoming.number]:
         return
     transfer.arrivals[incoming.number] = layers
-    if layers == incoming.span:
+    if layers == len(incoming.layer_numbers):
         dependency.waiting = []
     cursor = transfer.arriving(incoming.number)
     if cursor is None:
@@ -77,7 +121,7 @@ def layers_available(state: State, dependency: Dependency) -> None:
 
 
 def mark_stored(incoming: Incoming, objects: Sequence[int], out: list[Command]) -> None:
-    """These are whole in the arena: they stay pinned for whoever still loads them."""
+    """Publish objects that are whole in the arena. They stay pinned for the steps that still load them."""
     if not objects:
         return
     incoming.whole.update(objects)
@@ -87,11 +131,19 @@ def mark_stored(incoming: Incoming, objects: Sequence[int], out: list[Command]) 
         if mine:
             step = dependency.transfer.job.step
             readers.append((step.session.number, step.number, mine))
-    out.append(Arrived(incoming.number, tuple(objects), tuple(readers)))
+    out.append(Arrived(incoming.hop, incoming.number, tuple(objects), tuple(readers)))
 
 
 def fail(state: State, incoming: Incoming, objects: Sequence[int], reason: str, out: list[Command]) -> None:
-    """These will not come: the blocks that need them fail, for whoever waits."""
+    """Mark objects as lost, and fail exactly the blocks that need them."""
+    if objects:
+        incoming.lose(objects)
+        out.append(ObjectsLost(incoming.hop, incoming.number, tuple(objects), reason))
+        _fail_dependents(state, incoming, objects, reason, out)
+
+
+def _fail_dependents(state: State, incoming: Incoming, objects: Sequence[int], reason: str, out: list[Command]) -> None:
+    reason = f"{incoming.absent}: {reason}"
     gone = set(objects)
     for dependency in list(incoming.dependencies):
         lost = [index for index in dependency.waiting if index in gone]
@@ -110,14 +162,11 @@ def free_room(incoming: Incoming, out: list[Command]) -> None:
     free = sorted(incoming.occupied - held)
     if free:
         incoming.occupied.difference_update(free)
-        out.append(RoomFreed(incoming.number, tuple(free)))
+        out.append(RoomFreed(incoming.hop, incoming.number, tuple(free)))
 
 
 def rebind(state: State, incoming: Incoming, objects: Sequence[int], into: Incoming) -> None:
-    """Loads that wait for these `objects` wait for those of another incoming from now on: for number 0, 1, 2, ...
-
-    Of none of them a layer has come.
-    """
+    """Make loads that wait for `objects` wait for objects 0, 1, 2, ... of `into` instead. No layer of them has come."""
     gone = set(objects)
     for dependency in list(incoming.dependencies):
         spans = {new: dependency.spans.pop(old) for new, old in enumerate(objects) if old in dependency.spans}
@@ -145,7 +194,7 @@ def rebind(state: State, incoming: Incoming, objects: Sequence[int], into: Incom
 
 
 def release(job: TransferJob) -> list[Incoming]:
-    """The job's loads are done: they hold no room any more. What they held."""
+    """Drop the dependencies of loads that are done. Returns what they depended on."""
     dependencies, job.dependencies = job.dependencies, []
     for dependency in dependencies:
         dependency.incoming.dependencies.remove(dependency)
@@ -155,15 +204,102 @@ def release(job: TransferJob) -> list[Incoming]:
 UNWANTED = ""
 
 
+def finalize_incoming_if_done(state: State, incoming: Incoming, out: list[Command]) -> None:
+    """Give up what nothing wants, free room that nothing uses, close what is over, and forget it with its last room."""
+    if not (incoming.closed or incoming.wanted or incoming.moving):
+        fail(state, incoming, incoming.unfinished(), UNWANTED, out)
+    if not incoming.room_in_use:
+        free_room(incoming, out)
+    if not (incoming.closed or incoming.moving or incoming.unfinished()):
+        incoming.closed = True  # type: ignore[misc]  # a slot of Fetch and Follow
+        if isinstance(incoming, Fetch):
+            state.deadlines.set(incoming, math.inf)
+            state.lane_of(incoming.hop).remove(incoming)
+        elif isinstance(incoming, Follow) and incoming.save is not None:
+            incoming.save.follows.remove(incoming)
+            incoming.save = None
+        out.append(TransferDone(incoming.hop, incoming.number))
+    if incoming.closed and not incoming.occupied:
+        state.incoming.pop(incoming.number, None)
+
+
+# What the core is told of fetches and follows alike.
+
+
+Kind = TypeVar("Kind", bound=Incoming)
+
+
+def _register(state: State, incoming: Incoming) -> None:
+    state.newest_incoming = incoming.number
+    state.incoming[incoming.number] = incoming
+
+
+def _check_ascending(state: State, number: int) -> None:
+    if number <= state.newest_incoming:
+        raise InvalidTransition(f"{number} was opened after {state.newest_incoming}; numbers ascend")
+
+
+def _find(state: State, number: int, kind: type[Kind], *, or_closed: bool = False) -> Kind | None:
+    """Return what is still on its way; None = it is over, and this news of it late.
+
+    :param or_closed: also what is kept only for its room.
+    :raises InvalidTransition: nothing of this kind was opened with this number.
+    """
+    found = state.incoming.get(number)
+    if number > state.newest_incoming or number < 1:
+        raise InvalidTransition(f"{kind.__name__.lower()} {number} was never opened")
+    if found is None or (found.closed and not or_closed):
+        state.counters.late_reports += 1
+        return None
+    if not isinstance(found, kind):
+        raise InvalidTransition(f"{found} is no {kind.__name__.lower()}")
+    return found
+
+
+def fail_incoming(state: State, event: IncomingFailed, out: list[Command]) -> None:
+    """Give up objects that will not come. What a host is doing with them is awaited.
+
+    :raises InvalidTransition: for what was never opened, objects that it does not have, or those that a step saves.
+    """
+    incoming = _find(state, event.incoming, Incoming)
+    if incoming is None:
+        return
+    unknown = any(not 0 <= index < incoming.size for index, _ in event.failed)
+    if unknown or (isinstance(incoming, Follow) and incoming.parts):
+        raise InvalidTransition(f"{incoming} does not have objects {event.failed[:3]}, or a step saves them")
+    for reason, lost in by_reason(event.failed, incoming.unfinished()).items():
+        fail(state, incoming, lost, reason, out)
+    finalize_incoming_if_done(state, incoming, out)
+
+
+def lease_incoming(state: State, event: IncomingLeased, out: list[Command]) -> None:
+    """Note that somebody wants it beside the loads, or nobody any more.
+
+    :raises InvalidTransition: for what was never opened.
+    """
+    incoming = _find(state, event.incoming, Incoming, or_closed=True)
+    if incoming is None:
+        return
+    incoming.leased = event.leased  # type: ignore[misc]  # a slot of Fetch and Follow
+    if isinstance(incoming, Fetch):
+        incoming.claimed = incoming.claimed or event.leased
+        state.lane_of(incoming.hop).join(incoming)
+    elif isinstance(incoming, Follow):
+        _tell(incoming, out)
+    finalize_incoming_if_done(state, incoming, out)
+
+
+# Fetches: objects that a host brings.
+
+
 def open_fetch(state: State, event: FetchOpened, now: float) -> None:
     """Begin.
 
     :raises InvalidTransition: for a number that was used, or objects that cannot be.
     """
-    if event.fetch <= state.newest_fetch:
-        raise InvalidTransition(f"fetch {event.fetch} was opened after fetch {state.newest_fetch}; numbers ascend")
-    if event.hop is Hop.WRITE:
-        raise InvalidTransition(f"fetch {event.fetch} cannot come by the way to the backend")
+    _check_ascending(state, event.fetch)
+    if event.hop not in (Hop.FETCH, Hop.PEER):
+        raise InvalidTransition(f"fetch {event.fetch} cannot come by the way {event.hop.name}")
     if not event.layers or not event.objects or any(min(item) < 1 for item in event.objects):
         raise InvalidTransition(f"fetch {event.fetch} has no layers, no objects, or an object without bytes or blocks")
     available = len(event.layers) if event.available < 0 else event.available
@@ -171,16 +307,17 @@ def open_fetch(state: State, event: FetchOpened, now: float) -> None:
         raise InvalidTransition(f"fetch {event.fetch}: {available} layers are available of {len(event.layers)}")
     lane = state.lane_of(event.hop)
     fetch = fetch_of(event, lane.client(event.engine), available)
+    _register(state, fetch)
     lane.add(fetch)
     _set_deadline(state, fetch, now)
 
 
 def extend_fetch(state: State, event: FetchAvailable, now: float) -> None:
-    """Its source has stored more of it.
+    """Let more layers be fetched: its source has stored them.
 
     :raises InvalidTransition: for a fetch that was never opened, or layers that it does not have.
     """
-    fetch = _living(state, event.fetch)
+    fetch = _find(state, event.fetch, Fetch)
     if fetch is None:
         return
     if not 0 <= event.layers <= fetch.layers:
@@ -191,100 +328,18 @@ def extend_fetch(state: State, event: FetchAvailable, now: float) -> None:
         state.lane_of(fetch.hop).join(fetch)
 
 
-def fail_fetch(state: State, event: FetchFailed, out: list[Command]) -> None:
-    """Some of its objects will not come. What the host is doing with them is awaited.
-
-    :raises InvalidTransition: for a fetch that was never opened, or objects that it does not have.
-    """
-    fetch = _living(state, event.fetch)
-    if fetch is None:
-        return
-    if any(not 0 <= index < len(fetch.objects) for index, _ in event.failed):
-        raise InvalidTransition(f"fetch {event.fetch} does not have objects {event.failed[:3]}")
-    for reason, lost in fetch.fresh(event.failed).items():
-        _lose_fetched(state, fetch, lost, reason, out)
-    finalize_fetch_if_done(state, fetch, out)
-
-
-def _living(state: State, number: int) -> Fetch | None:
-    """A fetch that is not over; None = it is, and this news of it is late."""
-    fetch = state.fetch(number)
-    if fetch is None or fetch.closed:
-        if number > state.newest_fetch:
-            raise InvalidTransition(f"fetch {number} was never opened")
-        state.counters.late_reports += 1
-        return None
-    return fetch
-
-
 def _set_deadline(state: State, fetch: Fetch, now: float) -> None:
-    """It is given up if nothing comes of it; while it waits for its source, the steps that need it have deadlines."""
+    # A fetch that waits for its source needs no deadline: the steps that need it have theirs.
     stuck = len(fetch.lost) + len(fetch.whole) < len(fetch.objects) and not fetch.stalled
     state.deadlines.set(fetch, now + state.budget.limits.fetch_timeout_s if stuck else math.inf)
-
-
-def lease_fetch(state: State, event: FetchLeased, out: list[Command]) -> None:
-    """Lookups lease it, or no longer do."""
-    fetch = _living(state, event.fetch)
-    if fetch is None:
-        return
-    fetch.leased = event.leased
-    fetch.claimed = fetch.claimed or event.leased
-    state.lane_of(fetch.hop).join(fetch)
-    finalize_fetch_if_done(state, fetch, out)
-
-
-def check_needs(state: State, part: Part, layers: tuple[int, ...]) -> str:
-    """What is wrong with what a load part needs; empty = nothing.
-
-    :param layers: of the part's group.
-    """
-    end = 0
-    for need in part.needs:
-        fetch = state.incoming(need.fetch)
-        if fetch is None or fetch.closed or not 0 <= need.item < fetch.size:
-            return f"needs object {need.item} of fetch {need.fetch}, which is not on its way"
-        if fetch.numbers != layers:
-            return f"needs fetch {need.fetch}, which has other layers than its group"
-        if need.item in fetch.lost or need.item in fetch.whole or need.item in _moved(fetch):
-            return f"needs object {need.item} of fetch {need.fetch}, which has come or failed"
-        if not end <= need.lo < need.hi <= part.blocks:
-            return f"needs blocks {need.lo} to {need.hi} of {part.blocks}, after block {end}"
-        end = need.hi
-    return ""
-
-
-def add_cursors(state: State, transfer: Transfer) -> None:
-    """One cursor for the blocks that are in the arena, and one for each fetch."""
-    ready: list[Span] = []
-    needs: dict[int, dict[int, list[Span]]] = {}
-    for member, position in enumerate(transfer.members):
-        at, end = transfer.starts[member], transfer.starts[member + 1]
-        base = at
-        for need in transfer.job.parts[position].needs:
-            if at < base + need.lo:
-                ready.append((at, base + need.lo))
-            at = base + need.hi
-            needs.setdefault(need.fetch, {}).setdefault(need.item, []).append((base + need.lo, at))
-        if at < end:
-            ready.append((at, end))
-    if ready:
-        transfer.add_cursor(joined(ready))
-    for number, spans in needs.items():
-        incoming = state.incoming(number)
-        assert incoming is not None
-        add_dependency(state, incoming, transfer, spans)
-        if isinstance(incoming, Fetch):
-            incoming.claimed = True
-            state.lane_of(incoming.hop).join(incoming)
 
 
 def fetch_done(
     state: State, fetch: Fetch, call: Call, failed: dict[str, list[int]], now: float, out: list[Command]
 ) -> None:
-    """The host has ended a call, and failed objects for these reasons."""
+    """Take over what a call has brought; its host failed objects for these reasons."""
     for reason, lost in failed.items():
-        _lose_fetched(state, fetch, lost, reason, out)
+        fail(state, fetch, lost, reason, out)
     moved = fetch.carried(call)
     if moved:
         state.counters.fetched_bytes += sum(fetch.objects[index].layer_bytes for index in moved) * (
@@ -296,66 +351,36 @@ def fetch_done(
     mark_stored(fetch, come, out)
     for dependency in fetch.dependencies:
         layers_available(state, dependency)
-    finalize_fetch_if_done(state, fetch, out)
+    finalize_incoming_if_done(state, fetch, out)
 
 
 def fail_fetches(state: State, lane: HostLane[Fetch], reason: str, out: list[Command]) -> None:
-    """The host is dead: nothing of any of its fetches moves any more."""
+    """Fail what a dead host has not brought."""
     for fetch in list(lane.transfers.values()):
         fetch.calls.clear()
-        _lose_fetched(state, fetch, fetch.unfinished(), reason, out)
-        finalize_fetch_if_done(state, fetch, out)
+        fail(state, fetch, fetch.unfinished(), reason, out)
+        finalize_incoming_if_done(state, fetch, out)
     lane.lost()
 
 
 def revoke_fetches(state: State, event: FetchesRevoked, out: list[Command]) -> None:
-    """What has not come is given up. It can be fetched again once the host has ended its calls."""
+    """Give up what has not come. It can be fetched again once its host has ended its calls."""
     reason = event.reason
     for fetch in [*state.fetches.transfers.values(), *state.peers.transfers.values()]:
         if event.unwanted and (
             fetch.leased or any(not dependency.transfer.job.cancelled for dependency in fetch.dependencies)
         ):
             continue
-        _lose_fetched(state, fetch, fetch.unfinished(), reason, out)
-        finalize_fetch_if_done(state, fetch, out)
+        fail(state, fetch, fetch.unfinished(), reason, out)
+        finalize_incoming_if_done(state, fetch, out)
 
 
 def expire_fetch(state: State, fetch: Fetch, out: list[Command]) -> None:
-    """Nothing has come of it for too long."""
+    """Give up a fetch of which nothing has come for too long."""
     state.counters.expired_fetches += 1
     timeout = state.budget.limits.fetch_timeout_s
-    _lose_fetched(state, fetch, fetch.unfinished(), f"nothing of it came for {timeout:g} s", out)
-    finalize_fetch_if_done(state, fetch, out)
-
-
-def finalize_fetch_if_done(state: State, fetch: Fetch, out: list[Command]) -> None:
-    """Say what has become true of a fetch, and forget it when nothing is left."""
-    lane = state.lane_of(fetch.hop)
-    if not fetch.closed and not fetch.wanted and not fetch.calls:
-        _lose_fetched(state, fetch, fetch.unfinished(), UNWANTED, out)
-    if not fetch.calls:
-        free_room(fetch, out)
-    over = not fetch.calls and len(fetch.lost) + len(fetch.whole) == len(fetch.objects)
-    if over and not fetch.closed:
-        fetch.closed = True
-        state.deadlines.set(fetch, math.inf)
-        lane.remove(fetch)
-        out.append(TransferDone(fetch.hop, fetch.number))
-    if fetch.closed and not fetch.occupied:
-        lane.transfers.pop(fetch.number, None)
-
-
-def _lose_fetched(state: State, fetch: Fetch, objects: Sequence[int], reason: str, out: list[Command]) -> None:
-    """These will not come: the blocks that need them fail, for whoever waits."""
-    if not objects:
-        return
-    fetch.lose(objects)
-    out.append(ObjectsLost(fetch.hop, fetch.number, tuple(objects), reason))
-    fail(state, fetch, objects, f"not fetched: {reason}", out)
-
-
-def _moved(incoming: Incoming) -> Collection[int]:
-    return incoming.moved if isinstance(incoming, Follow) else ()
+    fail(state, fetch, fetch.unfinished(), f"nothing of it came for {timeout:g} s", out)
+    finalize_incoming_if_done(state, fetch, out)
 
 
 # Follows: loads of what another step is still saving, layer by layer as it is stored.
@@ -375,8 +400,7 @@ def open_follow(state: State, event: FollowOpened, out: list[Command]) -> None:
 
     :raises InvalidTransition: for a number that was used, objects that cannot be, or another group's layers.
     """
-    if event.follow >= state.newest_follow:
-        raise InvalidTransition(f"follow {event.follow} was opened after {state.newest_follow}; numbers descend")
+    _check_ascending(state, event.follow)
     if not event.layers or event.objects < 1 or (event.parts and len(event.parts) != event.objects):
         raise InvalidTransition(f"follow {event.follow} has no layers, no objects, or one without its part")
     save: Transfer | None = None
@@ -389,9 +413,8 @@ def open_follow(state: State, event: FollowOpened, out: list[Command]) -> None:
             raise InvalidTransition(f"follow {event.follow}: step {event.step} saves no such parts of a group")
     if save is not None and save.committed:
         save = None  # what is left of it was cancelled
-    follow = Follow(event.follow, event.layers, event.objects, save, event.parts, lent=event.lent)
-    state.newest_follow = event.follow
-    state.follows[event.follow] = follow
+    follow = Follow(event.follow, event.layers, event.objects, save, event.parts, leased=event.leased)
+    _register(state, follow)
     state.counters.follows += 1
     if save is not None:
         save.follows.append(follow)
@@ -399,35 +422,34 @@ def open_follow(state: State, event: FollowOpened, out: list[Command]) -> None:
         _tell(follow, out)
     elif event.parts:
         state.counters.late_reports += 1
-        _lose_followed(state, follow, follow.unfinished(), "its step saves nothing any more", out)
+        fail(state, follow, follow.unfinished(), "its step saves nothing any more", out)
+        finalize_incoming_if_done(state, follow, out)
 
 
 def rebind_follow(state: State, event: FollowMoved, out: list[Command]) -> None:
-    """What nobody saved is saved by a step now, or fetched.
+    """Let objects that no step saved come from the step that saves them now, or from a fetch.
 
     :raises InvalidTransition: a follow of a save, objects that are over, or others than those they become.
     """
-    follow, into = state.follows.get(event.follow), state.incoming(event.into)
-    if follow is None or follow.closed:
-        if event.follow < state.newest_follow:
-            raise InvalidTransition(f"follow {event.follow} was never opened")
-        state.counters.late_reports += 1
+    follow, into = _find(state, event.follow, Follow), state.incoming.get(event.into)
+    if follow is None:
         return
-    known = state.newest_follow <= event.into < 0 or 0 < event.into <= state.newest_fetch
+    known = 0 < event.into <= state.newest_incoming
     unlike = into is not None and (len(event.objects) != into.size or into.dependencies or into is follow)
     if follow.parts or not known or unlike or not set(event.objects) <= set(follow.unfinished()):
         raise InvalidTransition(f"follow {event.follow}: {event.objects[:4]} cannot be those of {event.into}")
     if into is None:
-        _lose_followed(state, follow, event.objects, CANCELLED, out)  # over before it began
+        fail(state, follow, event.objects, CANCELLED, out)  # over before it began
+        finalize_incoming_if_done(state, follow, out)
         return
-    follow.moved.update(event.objects)
+    follow.rebound.update(event.objects)
     lost = [new for new in range(into.size) if new in into.lost]
     rebind(state, follow, event.objects, into)
     if isinstance(into, Follow):
         _cut_circles(state, into, out)
     if lost:
-        fail(state, into, lost, f"not stored: {CANCELLED}", out)
-    finalize_follow_if_done(state, follow, out)
+        _fail_dependents(state, into, lost, CANCELLED, out)
+    finalize_incoming_if_done(state, follow, out)
 
 
 def _cut_circles(state: State, follow: Follow, out: list[Command]) -> None:
@@ -477,49 +499,16 @@ def _holding(saves: TransferJob) -> Iterator[TransferJob]:
             yield step.loads
 
 
-def lose_follow(state: State, event: FollowLost, out: list[Command]) -> None:
-    """Nobody will save these.
-
-    :raises InvalidTransition: objects of which that is not for the caller to say.
-    """
-    follow = state.follows.get(event.follow)
-    if follow is None or follow.closed:
-        if event.follow < state.newest_follow:
-            raise InvalidTransition(f"follow {event.follow} was never opened")
-        state.counters.late_reports += 1
-        return
-    if follow.parts or not set(event.objects) <= set(range(follow.size)):
-        raise InvalidTransition(f"follow {event.follow}: objects {event.objects[:4]} are saved by a step, or unknown")
-    left = set(follow.unfinished())
-    _lose_followed(state, follow, [index for index in event.objects if index in left], event.reason, out)
-
-
-def share_follow(state: State, event: FollowLent, out: list[Command]) -> None:
-    """Another server reads it, or no longer does.
-
-    :raises InvalidTransition: for one that was never opened.
-    """
-    follow = state.follows.get(event.follow)
-    if follow is None:
-        if event.follow < state.newest_follow:
-            raise InvalidTransition(f"follow {event.follow} was never opened")
-        state.counters.late_reports += 1
-        return
-    follow.lent = event.lent
-    _tell(follow, out)
-    finalize_follow_if_done(state, follow, out)
-
-
 def _tell(follow: Follow, out: list[Command]) -> None:
-    """Who reads a lent follow learns of the layers that are stored; of the last one when all of it is published."""
+    """Report the layers that are stored of a leased follow; the last one is, once all of it is published."""
     layers = follow.layers_ready(())
-    if follow.lent and not follow.closed and layers > follow.told:
+    if follow.leased and not follow.closed and layers > follow.told:
         follow.told = layers
         out.append(LayersStored(follow.number, layers))
 
 
 def advance_follows(state: State, save: Transfer, out: list[Command]) -> None:
-    """More of the save may be stored now."""
+    """Let loads, and readers at other servers, take what a save has stored."""
     for follow in save.follows:
         _tell(follow, out)
         for dependency in follow.dependencies:
@@ -527,42 +516,18 @@ def advance_follows(state: State, save: Transfer, out: list[Command]) -> None:
 
 
 def lose_followed(state: State, save: Transfer, parts: Collection[int], reason: str, out: list[Command]) -> None:
-    """These parts of a save are never published."""
+    """Fail the objects of save parts that are never published."""
     for follow in list(save.follows) if parts else ():
-        _lose_followed(
-            state, follow, [index for index in follow.unfinished() if follow.parts[index] in parts], reason, out
-        )
+        fail(state, follow, [index for index in follow.unfinished() if follow.parts[index] in parts], reason, out)
+        finalize_incoming_if_done(state, follow, out)
 
 
 def commit_follows(state: State, save: Transfer, out: list[Command]) -> None:
-    """What the save has stored is published, whatever was not cancelled of it."""
+    """Publish what the save has stored, whatever was not cancelled of it."""
     lose_followed(state, save, save.job.dropped, CANCELLED, out)
     for follow in list(save.follows):
         follow.committed = True
         mark_stored(follow, follow.unfinished(), out)
         for dependency in follow.dependencies:
             layers_available(state, dependency)
-        finalize_follow_if_done(state, follow, out)
-
-
-def finalize_follow_if_done(state: State, follow: Follow, out: list[Command]) -> None:
-    """Say what has become true of a follow, and forget it when nothing is left."""
-    if not follow.lent:
-        free_room(follow, out)
-    if not follow.closed and not follow.unfinished():
-        follow.closed = True
-        if follow.save is not None:
-            follow.save.follows.remove(follow)
-            follow.save = None
-        out.append(TransferDone(Hop.FETCH, follow.number))
-    if follow.closed and not follow.occupied:
-        state.follows.pop(follow.number, None)
-
-
-def _lose_followed(state: State, follow: Follow, objects: Sequence[int], reason: str, out: list[Command]) -> None:
-    if not objects:
-        return
-    follow.lose(objects)
-    out.append(ObjectsLost(Hop.FETCH, follow.number, tuple(objects), reason))
-    fail(state, follow, objects, f"not stored: {reason}", out)
-    finalize_follow_if_done(state, follow, out)
+        finalize_incoming_if_done(state, follow, out)

@@ -138,21 +138,22 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """These objects of a fetch are whole in the arena: publish them.
+    """Objects of a fetch or follow are whole in the arena: publish them.
 
     :param readers: (session, step, objects) of every step that still loads them: pin them until its LoadsDone.
     """
 
-    fetch: int
+    hop: Hop
+    transfer: int
     objects: tuple[int, ...]
     readers: tuple[tuple[int, int, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectsLost:
-    """These objects of a fetch or write will not be published.
+    """Objects of a fetch, follow or write will not be published.
 
-    The room of fetched ones is taken until RoomFreed. What the host knows of written ones it is to give up.
+    The room of what was to come is taken until RoomFreed. What the host knows of written ones it is to give up.
     """
 
     hop: Hop
@@ -163,17 +164,18 @@ class ObjectsLost:
 
 @dataclass(frozen=True, slots=True)
 class RoomFreed:
-    """Neither the host nor a step touches the room of these lost objects any more."""
+    """Neither a host, nor another server, nor a step's loads touch the room of these lost objects any more."""
 
-    fetch: int
+    hop: Hop
+    transfer: int
     objects: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class LayersStored:
-    """So many leading layers of all that is left of a lent follow are stored."""
+    """So many leading layers of all that is left of a leased follow are stored."""
 
-    follow: int
+    transfer: int
     layers: int
 
 
@@ -194,7 +196,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class TransferDone:
-    """The host is not asked for anything of this transfer any more."""
+    """Nothing more of this fetch, follow or write is to come; its host is not asked for anything of it any more."""
 
     hop: Hop
     transfer: int

@@ -15,14 +15,16 @@ from typing import Final, NamedTuple
 
 
 class Hop(enum.IntEnum):
-    """Which way a host moves objects: from the backend into the arena, to it, or from a peer's arena into this one.
+    """Which way objects go: from the backend into the arena, to it, or from a peer's arena into this one.
 
-    Transfers of :data:`FETCH` and :data:`PEER` are fetches alike; each hop has a host, calls and call sizes of its own.
+    Transfers of :data:`FETCH` and :data:`PEER` are fetches alike; each of the first three hops has a host, calls and
+    call sizes of its own. :data:`LOCAL` is the way of follows: a step stores the objects where they lie.
     """
 
     FETCH = 0
     WRITE = 1
     PEER = 2
+    LOCAL = 3
 
 
 class Item(NamedTuple):
@@ -38,7 +40,7 @@ class FetchOpened:
 
     It runs until all of it has come, unless it was wanted (leased, or needed by a step's loads) and no longer is.
 
-    :param fetch: numbers ascend and are never reused, on both hops together.
+    :param fetch: numbers of fetches and follows together ascend and are never reused.
     :param engine: who it is for; engines share the host evenly.
     :param layers: the model's layer numbers of the group, ascending.
     :param available: so many layers can be fetched now, more as :class:`FetchAvailable` says; -1 = all.
@@ -62,18 +64,25 @@ class FetchAvailable:
 
 
 @dataclass(frozen=True, slots=True)
-class FetchFailed:
-    """These objects of a fetch, ``(position, why)``, will not come, whatever the host is doing with them."""
+class IncomingFailed:
+    """Objects of a fetch or follow, ``(position, why)``, will not come, whatever a host is doing with them.
 
-    fetch: int
+    Of a follow, only while no step saves them: what becomes of a step's saves the core knows by itself.
+    """
+
+    incoming: int
     failed: tuple[tuple[int, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class FetchLeased:
-    """Lookups lease objects of a fetch, or none does any more. News of a fetch that has ended is late."""
+class IncomingLeased:
+    """Somebody leases objects of a fetch (lookups) or of a follow (another server), or nobody does any more.
 
-    fetch: int
+    A fetch goes on while it is leased, though no load needs it. While a follow is leased, :class:`.LayersStored`
+    tells how far it has come, and what is given up of it keeps its room.
+    """
+
+    incoming: int
     leased: bool
 
 
@@ -195,9 +204,9 @@ class LayerShape:
 
 
 class Need(NamedTuple):
-    """Blocks `lo` to `hi` of a load part come with object number `item` of fetch `fetch`; of a follow, if below 0."""
+    """Blocks `lo` to `hi` of a load part come with object number `item` of the fetch or follow `incoming`."""
 
-    fetch: int
+    incoming: int
     item: int
     lo: int
     hi: int
@@ -261,12 +270,12 @@ class FollowOpened:
 
     They lie where the save stores them. Loads name them in their needs, as objects of a fetch.
 
-    :param follow: numbers descend from -1 and are never reused.
+    :param follow: numbers of fetches and follows together ascend and are never reused.
     :param layers: the model's layer numbers of the group, ascending.
     :param objects: how many.
     :param session: with `step` and `group`: of the save. :param parts: of each object, its position in
         ``StepOpened.saves``; empty = no step saves them yet.
-    :param lent: see :class:`FollowLent`.
+    :param leased: see :class:`IncomingLeased`.
     """
 
     follow: int
@@ -276,18 +285,7 @@ class FollowOpened:
     step: int = -1
     group: int = -1
     parts: tuple[int, ...] = ()
-    lent: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class FollowLent:
-    """Another server reads objects of a follow as they are stored, or no longer does.
-
-    While it is lent, what is stored of it is told of, and what is given up keeps its room.
-    """
-
-    follow: int
-    lent: bool
+    leased: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,15 +299,6 @@ class FollowMoved:
     follow: int
     objects: tuple[int, ...]
     into: int
-
-
-@dataclass(frozen=True, slots=True)
-class FollowLost:
-    """Nobody will save these objects of a follow that was opened without parts."""
-
-    follow: int
-    objects: tuple[int, ...]
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,12 +418,10 @@ Event = (
     | StepOpened
     | FetchOpened
     | FetchAvailable
-    | FetchFailed
-    | FetchLeased
     | FollowOpened
-    | FollowLent
     | FollowMoved
-    | FollowLost
+    | IncomingFailed
+    | IncomingLeased
     | WriteOpened
     | WritesRevoked
     | CallDone

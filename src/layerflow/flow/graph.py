@@ -8,7 +8,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 from layerflow.errors import InvalidTransition
 from layerflow.flow.events import LOAD, Direction, Event, FetchOpened, Hop, LayerShape, Part, SessionOpened, StepOpened
@@ -153,7 +153,7 @@ class Cursor:
     """Blocks of a transfer that have reached the same layer.
 
     :param index: position of the cursor's layer within the transfer's layers; their number when all is granted.
-    :param fetch: number of the fetch that has layers to bring yet; 0 = every layer is in the arena.
+    :param incoming: number of the fetch or follow that has layers to bring yet; 0 = every layer is in the arena.
     :param limit: so many layers may be granted.
     :param at: next block of that layer.
     :param byte_at: bytes of block `at` that are granted already.
@@ -164,7 +164,7 @@ class Cursor:
     index: int = 0
     span_index: int = 0
     byte_at: int = 0
-    fetch: int = 0
+    incoming: int = 0
     limit: int = field(init=False)
     at: int = field(init=False)
     end: int = field(init=False)
@@ -172,7 +172,7 @@ class Cursor:
     block_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.limit = 0 if self.fetch else len(self.transfer.shape.layers)
+        self.limit = 0 if self.incoming else len(self.transfer.shape.layers)
         self._enter(self.index)
 
     def _enter(self, index: int) -> None:
@@ -202,7 +202,7 @@ class Cursor:
         """So many layers are in the arena."""
         self.limit = layers
         if layers == len(self.transfer.shape.layers):
-            self.fetch = 0
+            self.incoming = 0
 
     def next_extent(self, max_blocks: int, max_bytes: int) -> BatchExtent:
         """The next batch under the caps; the cursor stays."""
@@ -329,7 +329,7 @@ class Transfer:
 
     :param members: positions in the job's parts, ascending.
     :param starts: first block of each member, and the number of blocks at the end.
-    :param arrivals: loads: by number of each fetch, so many layers of what it still brings are in the arena.
+    :param arrivals: loads: by number of each incoming, so many layers of what it still brings are in the arena.
     :param pending: cursors of this transfer, waiting ones among them.
     :param sealed: so many of the group's layers are sealed.
     :param committed: saves: every layer is stored, and said so.
@@ -385,24 +385,24 @@ class Transfer:
         """Positions of the parts that have blocks in `lo` to `hi`."""
         return self.members[bisect_right(self.starts, lo) - 1 : bisect_left(self.starts, hi)]
 
-    def add_cursor(self, spans: list[Span], fetch: int = 0) -> None:
-        """Blocks that may be granted from the first layer on, once fetch `fetch` has brought it."""
-        self.job.cursors.append(Cursor(self, spans, fetch=fetch))
+    def add_cursor(self, spans: list[Span], incoming: int = 0) -> None:
+        """Add blocks that may be granted from the first layer on, once `incoming` has brought it."""
+        self.job.cursors.append(Cursor(self, spans, incoming=incoming))
         self.pending += 1
-        if fetch:
-            self.arrivals[fetch] = 0
+        if incoming:
+            self.arrivals[incoming] = 0
 
-    def arriving(self, fetch: int) -> Cursor | None:
-        """What waits for this fetch; None when all of it is there, or lost."""
-        return next((c for c in self.job.cursors if c.transfer is self and c.fetch == fetch), None)
+    def arriving(self, incoming: int) -> Cursor | None:
+        """Return the cursor that waits for `incoming`; None when all of it is there, or lost."""
+        return next((c for c in self.job.cursors if c.transfer is self and c.incoming == incoming), None)
 
     def merge(self, cursor: Cursor) -> None:
         """Make cursors one that are about to start the same layer, all their layers being in the arena."""
-        if self.pending == 1 or cursor.fetch:
+        if self.pending == 1 or cursor.incoming:
             return
         for other in self.job.cursors:
             if other.transfer is self and other.index == cursor.index and other.fresh:
-                if other is cursor or other.fetch:
+                if other is cursor or other.incoming:
                     continue
                 cursor.absorb(other)
                 self.remove(other)
@@ -564,44 +564,73 @@ def _brief(event: Event) -> str:
 # What loads depend on: objects that are not in the arena yet, and the blocks that come with each of them.
 
 
-class Incoming(Protocol):
-    """Objects that come layer by layer: a host fetches them, or another step stores them.
+class Incoming:
+    """Objects of one group that come layer by layer: a host fetches them, or a step stores them here.
 
+    Its fields are those of :class:`Fetch` and :class:`Follow`; this class has none of its own, so that a fetch can be
+    a :class:`HostTransfer` as well.
+
+    :ivar number: fetches and follows are numbered together, ascending.
+    :ivar layer_numbers: the model's layer numbers.
     :ivar lost: objects that will not come. :ivar whole: those that are published.
     :ivar occupied: lost objects whose room is not given back.
-    :ivar dependencies: the loads that hang on them.
+    :ivar dependencies: of the loads that need its objects.
+    :ivar leased: somebody wants it beside the loads: a lookup a fetch, another server a follow.
     :ivar closed: nothing more of it is to come.
     """
 
+    __slots__ = ()
+    absent: ClassVar[str]  #: what is said of objects that do not come
+
     number: int
+    hop: Hop
+    layer_numbers: tuple[int, ...]
     lost: set[int]
     whole: set[int]
     occupied: set[int]
     dependencies: list[Dependency]
+    leased: bool
     closed: bool
 
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """The model's layer numbers."""
-        ...
+    def __str__(self) -> str:
+        return f"{type(self).__name__.lower()} {self.number}"
 
     @property
     def size(self) -> int:
-        """How many objects."""
-        ...
+        """How many objects it has."""
+        raise NotImplementedError
 
     @property
-    def span(self) -> int:
-        """How many layers each has."""
-        ...
+    def wanted(self) -> bool:
+        """Whether it goes on. Only a fetch ends because nothing wants it."""
+        return True
+
+    @property
+    def moving(self) -> bool:
+        """Whether a host has been asked for some of it and has not answered."""
+        return False
+
+    @property
+    def room_in_use(self) -> bool:
+        """Whether anything but loads may touch the room of its lost objects."""
+        return self.moving
 
     def layers_ready(self, objects: Sequence[int]) -> int:
         """So many leading layers of all these (ascending, none of them lost) may be loaded."""
-        ...
+        raise NotImplementedError
+
+    def coming(self, index: int) -> bool:
+        """Whether this object is still to come."""
+        return index not in self.lost and index not in self.whole
+
+    def unfinished(self) -> list[int]:
+        """Objects that are still to come."""
+        return [index for index in range(self.size) if self.coming(index)]
 
     def lose(self, objects: Sequence[int]) -> None:
-        """These do not come; their room is taken until nothing touches it."""
-        ...
+        """Mark objects as lost. Their arena slots stay reserved until nothing uses them, see :attr:`occupied`."""
+        self.lost.update(objects)
+        self.occupied.update(objects)
 
 
 @dataclass(slots=True, eq=False)
@@ -622,38 +651,44 @@ class Dependency:
 
 
 @dataclass(slots=True, eq=False)
-class Follow:
+class Follow(Incoming):
     """Objects of one group that a save stores, or that have room and no save yet.
 
-    :param number: below 0, so that no fetch has it.
-    :param numbers: the model's layer numbers.
-    :param size: how many objects.
+    :param count: how many objects.
     :param save: what stores them; None = nothing does (yet, or any more).
     :param parts: by object, its position among the save's step's parts.
     :param committed: the save is published.
-    :param moved: objects that come from another incoming now.
-    :param lent: another server reads it; :param told: so many layers it was told of.
+    :param rebound: objects that come from another incoming now.
+    :param told: the layers that its reader, another server, was told of.
     """
 
+    absent: ClassVar[str] = "not stored"
+
     number: int
-    numbers: tuple[int, ...]
-    size: int
+    layer_numbers: tuple[int, ...]
+    count: int
     save: Transfer | None = None
     parts: tuple[int, ...] = ()
     committed: bool = False
+    leased: bool = False
     lost: set[int] = field(default_factory=set)
     whole: set[int] = field(default_factory=set)
-    moved: set[int] = field(default_factory=set)
+    rebound: set[int] = field(default_factory=set)
     occupied: set[int] = field(default_factory=set)
     dependencies: list[Dependency] = field(default_factory=list)
     closed: bool = False
-    lent: bool = False
     told: int = 0
+    hop: Hop = Hop.LOCAL
 
     @property
-    def span(self) -> int:
-        """How many layers each object has."""
-        return len(self.numbers)
+    def size(self) -> int:
+        """How many objects it has."""
+        return self.count
+
+    @property
+    def room_in_use(self) -> bool:
+        """Whether another server may read the room of its lost objects."""
+        return self.leased
 
     def layers_ready(self, objects: Sequence[int]) -> int:
         """So many leading layers are stored.
@@ -661,35 +696,30 @@ class Follow:
         The last one counts once the save is published: until then all of it may turn out to be computed from a load
         that failed.
         """
+        layers = len(self.layer_numbers)
         if self.committed:
-            return self.span
-        return min(self.save.stored(), self.span - 1) if self.save is not None else 0
+            return layers
+        return min(self.save.stored(), layers - 1) if self.save is not None else 0
 
-    def lose(self, objects: Sequence[int]) -> None:
-        """Mark objects as lost. Their arena slots stay reserved until no load and no other server uses them."""
-        self.lost.update(objects)
-        self.occupied.update(objects)
-
-    def unfinished(self) -> list[int]:
-        """Objects that are still to come."""
-        over = self.lost | self.whole | self.moved
-        return [index for index in range(self.size) if index not in over]
+    def coming(self, index: int) -> bool:
+        """Whether this object is still to come, and by this follow."""
+        return Incoming.coming(self, index) and index not in self.rebound
 
 
-# A transfer from the backend (or a peer) into the arena, and the loads that hang on it by dependencies.
+# A transfer from the backend (or a peer) into the arena, and the loads that depend on it.
 
 
 @dataclass(slots=True, eq=False)
-class Fetch(HostTransfer):
-    """Objects on their way into the arena.
+class Fetch(HostTransfer, Incoming):
+    """Objects on their way into the arena, from the backend or from a peer.
 
-    :param numbers: the model's layer numbers.
-    :param leased: a lookup wants it. :param claimed: it was leased or needed at some time.
-    :param occupied: lost objects whose room is not given back.
+    :param claimed: it was leased or needed at some time.
     :param alarm: when to give it up; ``inf`` = never.
     """
 
-    numbers: tuple[int, ...] = ()
+    absent: ClassVar[str] = "not fetched"
+
+    layer_numbers: tuple[int, ...] = ()
     occupied: set[int] = field(default_factory=set)
     dependencies: list[Dependency] = field(default_factory=list)
     leased: bool = False
@@ -697,19 +727,19 @@ class Fetch(HostTransfer):
     alarm: float = math.inf
 
     @property
-    def wanted(self) -> bool:
-        """True while a load or lease needs the transfer, or before anything has needed it."""
-        return self.leased or bool(self.dependencies) or not self.claimed
-
-    @property
     def size(self) -> int:
-        """How many objects."""
+        """How many objects it has."""
         return len(self.objects)
 
     @property
-    def span(self) -> int:
-        """How many layers each has."""
-        return self.layers
+    def moving(self) -> bool:
+        """Whether its host has been asked for some of it and has not answered."""
+        return bool(self.calls)
+
+    @property
+    def wanted(self) -> bool:
+        """True while a load or lease needs the transfer, or before anything has needed it."""
+        return self.leased or bool(self.dependencies) or not self.claimed
 
     @property
     def stalled(self) -> bool:
@@ -718,7 +748,7 @@ class Fetch(HostTransfer):
 
     def urgency(self) -> tuple[float, float]:
         """How far the cursor's layer is from where a forward pass is, and the earliest deadline of such a pass."""
-        layer = self.numbers[self.index]
+        layer = self.layer_numbers[self.index]
         nearest = (float(layer + 1), math.inf)
         for dependency in self.dependencies:
             if dependency.waiting:
@@ -737,14 +767,14 @@ class Fetch(HostTransfer):
 
     def lose(self, objects: Sequence[int]) -> None:
         """Mark objects as lost. Their arena slots stay reserved until no call or load uses them."""
-        HostTransfer.lose(self, objects)  # super() finds another class where a dataclass has slots
-        self.occupied.update(objects)
+        HostTransfer.lose(self, objects)
+        Incoming.lose(self, objects)
 
 
 def fetch_of(event: FetchOpened, client: Client, available: int) -> Fetch:
     """A fetch that has just begun: so many layers of it may move."""
     layers = event.layers
-    return Fetch(event.fetch, client, event.objects, len(layers), available, hop=event.hop, numbers=layers)
+    return Fetch(event.fetch, client, event.objects, len(layers), available, hop=event.hop, layer_numbers=layers)
 
 
 # A transfer from the arena to the backend: what one step saves of one group, behind the saves themselves.

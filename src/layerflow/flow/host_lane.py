@@ -9,7 +9,7 @@ from layerflow.errors import InvalidTransition
 from layerflow.flow.budget import Budget
 from layerflow.flow.commands import Call, Command
 from layerflow.flow.events import CallDone, Hop
-from layerflow.flow.host_transfer import CallExtent, Client, HostTransfer
+from layerflow.flow.host_transfer import CallExtent, Client, HostTransfer, by_reason
 from layerflow.flow.ring import Ring
 
 CALLS_AHEAD = 3
@@ -70,7 +70,6 @@ class HostLane(Generic[T]):
         "clients",
         "hop",
         "inflight",
-        "newest",
         "next_call",
         "ring",
         "sizer",
@@ -84,7 +83,6 @@ class HostLane(Generic[T]):
         self.clients: dict[str, Client] = {}
         self.transfers: dict[int, T] = {}
         self.calls: dict[int, T] = {}
-        self.newest = 0
         self.next_call = 1
         self.inflight = 0
         self.backlog = 0
@@ -98,13 +96,14 @@ class HostLane(Generic[T]):
         """A transfer has begun."""
         self.transfers[transfer.number] = transfer
         transfer.client.transfers[transfer.number] = transfer
-        self.newest = transfer.number
         self.join(transfer)
 
     def remove(self, transfer: T) -> None:
         """Nothing of a transfer moves any more."""
         client = transfer.client
-        if client.transfers.pop(transfer.number, None) is not None and not client.transfers:
+        del self.transfers[transfer.number]
+        del client.transfers[transfer.number]
+        if not client.transfers:
             self.ring.leave(client)
             del self.clients[client.name]
 
@@ -135,8 +134,8 @@ class HostLane(Generic[T]):
         return call
 
     def take(self, event: CallDone, now: float) -> tuple[T, Call, dict[str, list[int]]] | None:
-        """The transfer of a call that the host has ended, the call, and what failed with it, see
-        :meth:`HostTransfer.fresh`; None = that is long over.
+        """Return the transfer of a call that the host has ended, the call, and by reason the objects that have failed
+        now; None = that is long over.
 
         :raises InvalidTransition: for a call that was never handed out, or objects that the transfer does not have.
         """
@@ -153,7 +152,7 @@ class HostLane(Generic[T]):
         self.inflight -= call.nbytes
         self.sizer.ended(call.nbytes, now - self.began)
         self.began = now
-        return transfer, call, transfer.fresh(event.failed)
+        return transfer, call, by_reason(event.failed, transfer.unfinished()) if event.failed else {}
 
     def lost(self) -> None:
         """The host is dead."""

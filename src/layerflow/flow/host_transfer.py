@@ -6,7 +6,7 @@ larger than a batch may be, a range of objects of that layer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -122,14 +122,6 @@ class HostTransfer:
         if self.at and len(self.lost) < len(self.objects) and self._live_from(self.at) == len(self.objects):
             self.index, self.at = self.index + 1, 0
 
-    def fresh(self, failed: Sequence[tuple[int, str]]) -> dict[str, list[int]]:
-        """Objects by what happened to them, of those that were neither whole nor lost before."""
-        reasons: dict[str, list[int]] = {}
-        for index, reason in failed:
-            if index not in self.lost and index not in self.whole:
-                reasons.setdefault(reason, []).append(index)
-        return reasons
-
     def carried(self, call: Call) -> list[int]:
         """Objects of a call that are not lost."""
         return [index for index in range(call.lo, call.hi) if index not in self.lost]
@@ -142,3 +134,13 @@ class HostTransfer:
         while index < len(self.objects) and index in self.lost:
             index += 1
         return index
+
+
+def by_reason(failed: Iterable[tuple[int, str]], unfinished: Iterable[int]) -> dict[str, list[int]]:
+    """Group failed objects by reason; those that were published or lost before are left out."""
+    left = set(unfinished)
+    reasons: dict[str, list[int]] = {}
+    for index, reason in failed:
+        if index in left:
+            reasons.setdefault(reason, []).append(index)
+    return reasons

@@ -18,20 +18,17 @@ from layerflow.flow.arrivals import (
     commit_follows,
     expire_fetch,
     extend_fetch,
-    fail_fetch,
     fail_fetches,
+    fail_incoming,
     fetch_done,
-    finalize_fetch_if_done,
-    finalize_follow_if_done,
-    lease_fetch,
-    lose_follow,
+    finalize_incoming_if_done,
+    lease_incoming,
     lose_followed,
     open_fetch,
     open_follow,
     rebind_follow,
     release,
     revoke_fetches,
-    share_follow,
 )
 from layerflow.flow.commands import Command, Revoke, WakeAt
 from layerflow.flow.events import (
@@ -44,16 +41,14 @@ from layerflow.flow.events import (
     Event,
     FetchAvailable,
     FetchesRevoked,
-    FetchFailed,
-    FetchLeased,
     FetchOpened,
-    FollowLent,
-    FollowLost,
     FollowMoved,
     FollowOpened,
     FrontierReached,
     Hop,
     HostLost,
+    IncomingFailed,
+    IncomingLeased,
     LayersComputed,
     Limits,
     LimitsChanged,
@@ -72,7 +67,6 @@ from layerflow.flow.events import (
 )
 from layerflow.flow.graph import (
     Fetch,
-    Follow,
     Session,
     Step,
     Transfer,
@@ -222,10 +216,7 @@ def _release_finished_loads(state: State, out: list[Command]) -> None:
     finished, state.finished_loads = state.finished_loads, []
     held = dict.fromkeys(incoming for job in finished for incoming in release(job))
     for incoming in held:
-        if isinstance(incoming, Fetch):
-            finalize_fetch_if_done(state, incoming, out)
-        elif isinstance(incoming, Follow):
-            finalize_follow_if_done(state, incoming, out)
+        finalize_incoming_if_done(state, incoming, out)
 
 
 class Flow:
@@ -246,12 +237,10 @@ class Flow:
             StepOpened: self._step_opened,
             FetchOpened: self._fetch_opened,
             FetchAvailable: self._fetch_available,
-            FetchFailed: partial(fail_fetch, self._state),
-            FetchLeased: partial(lease_fetch, self._state),
             FollowOpened: partial(open_follow, self._state),
-            FollowLent: partial(share_follow, self._state),
             FollowMoved: partial(rebind_follow, self._state),
-            FollowLost: partial(lose_follow, self._state),
+            IncomingFailed: partial(fail_incoming, self._state),
+            IncomingLeased: partial(lease_incoming, self._state),
             WriteOpened: partial(open_write, self._state),
             WritesRevoked: partial(revoke_writes, self._state),
             CallDone: self._call_done,
@@ -331,6 +320,7 @@ class Flow:
         """A snapshot."""
         state = self._state
         inflight, batches = state.budget.inflight, state.budget.batches
+        fetches = sum(isinstance(incoming, Fetch) for incoming in state.incoming.values())
         return FlowStatistics(
             sessions=len(state.sessions),
             steps=sum(len(session.steps) for session in state.sessions.values()),
@@ -339,12 +329,12 @@ class Flow:
             load_inflight_batches=batches[LOAD],
             save_inflight_batches=batches[SAVE],
             unsaved_bytes=sum(session.unsaved for session in state.sessions.values()),
-            fetches=len(state.fetches.transfers) + len(state.peers.transfers),
+            fetches=fetches,
             fetch_inflight_bytes=state.fetches.inflight + state.peers.inflight,
             writes=len(state.writes.transfers),
             write_inflight_bytes=state.writes.inflight,
             write_backlog_bytes=state.writes.backlog,
-            following=len(state.follows),
+            following=len(state.incoming) - fetches,
             **asdict(state.counters),
         )
 

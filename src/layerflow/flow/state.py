@@ -13,7 +13,6 @@ from layerflow.flow.events import Direction, Event, Hop, Limits
 from layerflow.flow.graph import (
     Accounting,
     Fetch,
-    Follow,
     Incoming,
     InFlightBatch,
     Session,
@@ -166,11 +165,12 @@ class State:
         "dirty_steps",
         "fetches",
         "finished_loads",
-        "follows",
         "forgotten",
         "in_flight",
-        "newest_follow",
+        "incoming",
+        "newest_incoming",
         "newest_session",
+        "newest_write",
         "next_batch",
         "paused",
         "peers",
@@ -191,8 +191,9 @@ class State:
         self.counters = Counters()
         self.sessions: dict[int, Session] = {}
         self.in_flight: dict[int, InFlightBatch] = {}
-        self.follows: dict[int, Follow] = {}
-        self.newest_follow = 0
+        self.incoming: dict[int, Incoming] = {}
+        self.newest_incoming = 0
+        self.newest_write = 0
         self.progressed_saves: list[Transfer] = []
         self.committed_saves: list[Transfer] = []
         self.cancelled_saves: list[tuple[Transfer, Sequence[int], str]] = []
@@ -203,15 +204,6 @@ class State:
         self.paused = False
         self.newest_session = -1
         self.wake = math.inf
-
-    def fetch(self, number: int) -> Fetch | None:
-        """A fetch, from the backend or a peer, of which something is left; None = it is over, or never was."""
-        return self.fetches.transfers.get(number) or self.peers.transfers.get(number)
-
-    @property
-    def newest_fetch(self) -> int:
-        """The number of the fetch that was opened last, on either hop."""
-        return max(self.fetches.newest, self.peers.newest)
 
     def lane_of(self, hop: Hop) -> HostLane[Fetch]:
         """What moves the fetches of a hop."""
@@ -240,10 +232,6 @@ class State:
             return None
         step.story.append(event)
         return step
-
-    def incoming(self, number: int) -> Incoming | None:
-        """A fetch, or below 0 a follow; None = it is over."""
-        return self.follows.get(number) if number < 0 else self.fetch(number)
 
     def enqueue(self, job: TransferJob) -> None:
         """The job has something to be granted: keep it, and queue its session unless all of it waits."""

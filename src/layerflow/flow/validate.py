@@ -12,6 +12,7 @@ from layerflow.flow.graph import (
     Cursor,
     Fetch,
     Follow,
+    Incoming,
     InFlightBatch,
     Session,
     Step,
@@ -31,16 +32,37 @@ from layerflow.flow.state import State
 # The invariants of what moves between arena and backend, and of the loads that wait for it.
 
 
-def validate_fetches(state: State) -> None:
-    """Raise for the first invariant of the way into the arena that does not hold.
+def validate_incoming(state: State) -> None:
+    """Raise for the first invariant of the ways into the arena that does not hold.
 
     :raises InvalidTransition: naming it.
     """
+    for number, incoming in state.incoming.items():
+        _require_transfer(
+            incoming.number == number <= state.newest_incoming, incoming, "is not where the core keeps it"
+        )
+        _incoming(incoming)
+        if isinstance(incoming, Fetch):
+            _fetch(state, incoming)
+        elif isinstance(incoming, Follow):
+            _follow(incoming)
     for lane in (state.fetches, state.peers):
         _lane(state, lane)
-        for fetch in lane.transfers.values():
+        for number, fetch in lane.transfers.items():
+            _require_transfer(state.incoming.get(number) is fetch, fetch, "is not known as coming")
             _require_transfer(fetch.hop is lane.hop, fetch, "is in the lane of another hop")
-            _fetch(fetch)
+    for session in state.sessions.values():
+        for step in session.steps.values():
+            for transfer in step.saves.transfers.values() if step.saves is not None else ():
+                for follow in transfer.follows:
+                    known = state.incoming.get(follow.number) is follow
+                    _require_transfer(known and follow.save is transfer, follow, "follows another save")
+            for dependency in step.loads.dependencies if step.loads is not None else ():
+                incoming = dependency.incoming
+                mine = dependency in incoming.dependencies and state.incoming.get(incoming.number) is incoming
+                over = incoming.closed and not incoming.occupied
+                if not (mine or over):
+                    raise InvalidTransition(f"step {step.number} waits for {incoming.number}, which is forgotten")
 
 
 def validate_writes(state: State) -> None:
@@ -63,14 +85,10 @@ def _lane(state: State, lane: HostLane[T]) -> None:
         raise InvalidTransition(f"{lane.hop.name}: {lane.inflight} bytes in calls {lane.calls.keys()}, not {calls}")
     for number, transfer in lane.transfers.items():
         _require_transfer(transfer.number == number, transfer, "is not where its lane keeps it")
-        _common(transfer)
         mine = transfer.client.transfers.get(number) is transfer
-        _require_transfer(mine != transfer.closed, transfer, "is with its client exactly until it is closed")
-        _require_transfer(
-            not transfer.permitted or transfer.closed or transfer.client.queued[lane.hop],
-            transfer,
-            "has permitted work and is not queued",
-        )
+        _require_transfer(mine and not transfer.closed, transfer, "is with its client exactly until it is closed")
+        queued = transfer.client.queued[lane.hop]
+        _require_transfer(not transfer.permitted or queued, transfer, "has permitted work and is not queued")
     for client in lane.clients.values():
         if not client.transfers or lane.clients[client.name] is not client:
             raise InvalidTransition(f"{lane.hop.name}: client {client.name} is kept without a transfer")
@@ -83,7 +101,7 @@ def _lane(state: State, lane: HostLane[T]) -> None:
             _require_transfer(not lane.fits(extent.nbytes, state.budget), first, f"idles although {extent} may move")
 
 
-def _require_transfer(holds: bool, transfer: HostTransfer, what: str) -> None:
+def _require_transfer(holds: bool, transfer: HostTransfer | Incoming, what: str) -> None:
     if not holds:
         raise InvalidTransition(f"{transfer.hop.name} {transfer.number}: {what}")
 
@@ -99,29 +117,57 @@ def _common(transfer: HostTransfer) -> None:
     _require_transfer(0 <= transfer.index <= transfer.limit <= transfer.layers, transfer, "is past what may move")
 
 
-def _fetch(fetch: Fetch) -> None:
-    _require_transfer(fetch.occupied <= fetch.lost, fetch, "keeps room that it has not lost")
-    _require_transfer(not fetch.closed or bool(fetch.occupied), fetch, "is over and was not forgotten")
-    _require_transfer(fetch.wanted or bool(fetch.calls) or fetch.closed, fetch, "is not wanted and was not ended")
+def _incoming(incoming: Incoming) -> None:
+    held = {index for dependency in incoming.dependencies for index in dependency.spans}
+    for holds, what in (
+        (incoming.occupied <= incoming.lost, "keeps room that it has not lost"),
+        (not incoming.closed or bool(incoming.occupied), "is over and was not forgotten"),
+        (incoming.wanted or incoming.moving or incoming.closed, "is not wanted and was not ended"),
+        (incoming.closed == (not incoming.moving and not incoming.unfinished()), "is closed exactly when all is over"),
+        (incoming.room_in_use or incoming.occupied <= held, "keeps room that nothing touches"),
+    ):
+        _require_transfer(holds, incoming, what)
+    for dependency in incoming.dependencies:
+        step = dependency.transfer.job.step
+        living = dependency in dependency.transfer.job.dependencies and not dependency.transfer.job.done
+        _require_transfer(living, incoming, f"is held by loads of step {step.number} that ended")
+        waiting = set(dependency.waiting)
+        _require_transfer(not incoming.lost & waiting, incoming, "is waited for where it is lost")
+        if isinstance(incoming, Follow):
+            _require_transfer(not incoming.rebound & waiting, incoming, "is waited for where it has moved")
+
+
+def _fetch(state: State, fetch: Fetch) -> None:
+    _common(fetch)
+    kept = fetch.number in state.lane_of(fetch.hop).transfers
+    _require_transfer(kept != fetch.closed, fetch, "is in its lane exactly until it is closed")
     for index in set(range(len(fetch.objects))) - fetch.lost:
         _require_transfer(
             (fetch.layers_ready((index,)) == fetch.layers) == (index in fetch.whole), fetch, "hides an object"
         )
     _require_transfer(not fetch.closed or fetch.alarm == math.inf, fetch, "has a deadline and is over")
-    held = {index for dependency in fetch.dependencies for index in dependency.spans}
-    _require_transfer(bool(fetch.calls) or fetch.occupied <= held, fetch, "keeps room that nothing touches")
-    for dependency in fetch.dependencies:
-        job = dependency.transfer.job
-        _require_transfer(
-            dependency in job.dependencies and not job.done,
-            fetch,
-            f"is held by loads of step {job.step.number} that ended",
-        )
-        _require_transfer(not fetch.lost & set(dependency.waiting), fetch, "is waited for where it is lost")
+
+
+def _follow(follow: Follow) -> None:
+    lost, whole, rebound, save = follow.lost, follow.whole, follow.rebound, follow.save
+    stored = follow.layers_ready(())
+    for holds, what in (
+        (not (lost & whole or lost & rebound or whole & rebound), "has an object in two states"),
+        (not whole or follow.committed, "published what its save has not"),
+        (not (rebound and follow.parts), "gave what a step saves to another"),
+        (follow.closed == (save is None) or not follow.parts, "follows a save exactly until it is over"),
+        (follow.closed or follow.told <= stored, f"told its reader of {follow.told} layers of {stored}"),
+        (follow.closed or not follow.leased or follow.told == stored, f"kept {stored} layers from its reader"),
+    ):
+        _require_transfer(holds, follow, what)
+    if save is not None:
+        _require_transfer(follow in save.follows, follow, "is unknown to the save that it follows")
+        dead = {index for index in follow.unfinished() if follow.parts[index] in save.job.dropped}
+        _require_transfer(not dead, follow, f"waits for {dead}, which is cancelled")
 
 
 def _write(write: WriteTransfer) -> None:
-    _require_transfer(not write.closed, write, "is over and was not forgotten")
+    _common(write)
     _require_transfer(write.begun or not (write.limit or write.calls), write, "moves before it has begun")
     following = write.save is not None or not write.unfinished()
     _require_transfer(following or write.limit == write.layers, write, "follows no save and waits for layers")
@@ -129,78 +175,6 @@ def _write(write: WriteTransfer) -> None:
     _require_transfer(
         not write.publishing or (write.save is None and write.index == write.layers), write, "publishes too early"
     )
-
-
-# The invariants of loads that take what another step stores.
-
-
-def validate_follows(state: State) -> None:
-    """Raise for the first invariant of follows that does not hold.
-
-    :raises InvalidTransition: naming it.
-    """
-    known = set(state.follows.values())
-    for number, follow in state.follows.items():
-        _require_follow(follow.number == number, follow, "is not where the core keeps it")
-        _follow(follow)
-    for session in state.sessions.values():
-        for step in session.steps.values():
-            for transfer in step.saves.transfers.values() if step.saves is not None else ():
-                for follow in transfer.follows:
-                    _require_follow(follow in known and follow.save is transfer, follow, "follows another save")
-            for dependency in step.loads.dependencies if step.loads is not None else ():
-                mine = (
-                    dependency in dependency.incoming.dependencies
-                    and state.incoming(dependency.incoming.number) is dependency.incoming
-                )
-                over = dependency.incoming.closed and not dependency.incoming.occupied
-                if not (mine or over):
-                    raise InvalidTransition(
-                        f"step {step.number} waits for {dependency.incoming.number}, which is forgotten"
-                    )
-
-
-def _require_follow(holds: bool, follow: Follow, what: str) -> None:
-    if not holds:
-        raise InvalidTransition(f"follow {follow.number}: {what}")
-
-
-def _follow(follow: Follow) -> None:
-    lost, whole, moved = follow.lost, follow.whole, follow.moved
-    _require_follow(not (lost & whole or lost & moved or whole & moved), follow, "has an object in two states")
-    _require_follow(follow.closed == (not follow.unfinished()), follow, "is closed exactly when all is over")
-    _require_follow(not follow.closed or bool(follow.occupied), follow, "is over and was not forgotten")
-    _require_follow(follow.occupied <= lost, follow, "keeps room that it has not lost")
-    _require_follow(not whole or follow.committed, follow, "published what its save has not")
-    _require_follow(not (moved and follow.parts), follow, "gave what a step saves to another")
-    save = follow.save
-    _require_follow(
-        follow.closed == (save is None) or not follow.parts, follow, "follows a save exactly until it is over"
-    )
-    if save is not None:
-        _require_follow(follow in save.follows, follow, "is unknown to the save that it follows")
-        dead = {index for index in follow.unfinished() if follow.parts[index] in save.job.dropped}
-        _require_follow(not dead, follow, f"waits for {dead}, which is cancelled")
-    stored = follow.layers_ready(())
-    _require_follow(
-        follow.closed or follow.told <= stored, follow, f"told its reader of {follow.told} layers of {stored}"
-    )
-    _require_follow(
-        follow.closed or not follow.lent or follow.told == stored, follow, f"kept {stored} layers from its reader"
-    )
-    held = {index for dependency in follow.dependencies for index in dependency.spans}
-    _require_follow(follow.lent or follow.occupied <= held, follow, "keeps room that nothing touches")
-    for dependency in follow.dependencies:
-        job = dependency.transfer.job
-        _require_follow(
-            dependency in job.dependencies and not job.done,
-            follow,
-            f"is held by loads of step {job.step.number} that ended",
-        )
-        _require_follow(not lost & set(dependency.waiting), follow, "is waited for where it is lost")
-        _require_follow(
-            not dependency.waiting or not moved & set(dependency.waiting), follow, "is waited for where it has moved"
-        )
 
 
 def validate(state: State) -> None:
@@ -215,9 +189,8 @@ def validate(state: State) -> None:
     for session in state.sessions.values():
         _session(session)
     _conserving(state)
-    validate_fetches(state)
+    validate_incoming(state)
     validate_writes(state)
-    validate_follows(state)
     if (
         state.dirty_steps
         or state.progressed_saves
@@ -308,13 +281,13 @@ def _transfer_holds(state: State, transfer: Transfer) -> None:
 
 def _arrivals(state: State, transfer: Transfer, cursors: list[Cursor]) -> None:
     job, layers = transfer.job, len(transfer.shape.layers)
-    needs = {need.fetch for position in transfer.members for need in job.parts[position].needs}
+    needs = {need.incoming for position in transfer.members for need in job.parts[position].needs}
     told = transfer.arrivals.keys()
-    unasked = {number for number in told - needs if state.incoming(number) is not None and not job.done}
+    unasked = {number for number in told - needs if number in state.incoming and not job.done}
     served = {dependency.incoming.number for dependency in job.dependencies if dependency.transfer is transfer}
     _require(needs <= told and unasked <= served, job.step, f"knows fetches {transfer.arrivals} of {needs}")
-    waiting = {cursor.fetch: cursor for cursor in cursors if cursor.fetch}
-    _require(len(waiting) == sum(bool(c.fetch) for c in cursors), job.step, "has two cursors of one fetch")
+    waiting = {cursor.incoming: cursor for cursor in cursors if cursor.incoming}
+    _require(len(waiting) == sum(bool(c.incoming) for c in cursors), job.step, "has two cursors of one fetch")
     for dependency in job.dependencies:
         if dependency.transfer is not transfer:
             continue
@@ -338,7 +311,7 @@ def _arrivals(state: State, transfer: Transfer, cursors: list[Cursor]) -> None:
 def _cursor(transfer: Transfer, cursor: Cursor) -> None:
     step, at = transfer.job.step, cursor.at
     whole = cursor.limit == len(transfer.shape.layers)
-    _require((cursor.fetch == 0) == whole, step, f"waits for fetch {cursor.fetch} at {cursor.limit} layers")
+    _require((cursor.incoming == 0) == whole, step, f"waits for fetch {cursor.incoming} at {cursor.limit} layers")
     past = cursor.index > cursor.limit or (cursor.waiting and not cursor.fresh)
     _require(not past, step, f"granted layer {cursor.layer}, which is not in the arena")
     _require(not cursor.exhausted and bool(cursor.spans), step, "keeps a cursor that has ended")

@@ -26,8 +26,8 @@ def open_write(state: State, event: WriteOpened, out: list[Command]) -> None:
     :raises InvalidTransition: for a number that was used, or objects that cannot be.
     """
     lane = state.writes
-    if event.write <= lane.newest:
-        raise InvalidTransition(f"write {event.write} was opened after write {lane.newest}; numbers ascend")
+    if event.write <= state.newest_write:
+        raise InvalidTransition(f"write {event.write} was opened after write {state.newest_write}; numbers ascend")
     if not event.objects or any(min(item) < 1 for item in event.objects) or len(event.parts) != len(event.objects):
         raise InvalidTransition(f"write {event.write} has no objects, one that is empty, or one without its part")
     session = state.sessions.get(event.session)
@@ -35,7 +35,7 @@ def open_write(state: State, event: WriteOpened, out: list[Command]) -> None:
     save = step.saves.transfers.get(event.group) if step is not None and step.saves is not None else None
     if save is None:
         state.counters.late_reports += 1
-        lane.newest = event.write
+        state.newest_write = event.write
         out.append(ObjectsLost(Hop.WRITE, event.write, tuple(range(len(event.objects))), "its step saves nothing"))
         out.append(TransferDone(Hop.WRITE, event.write))
         return
@@ -49,6 +49,7 @@ def open_write(state: State, event: WriteOpened, out: list[Command]) -> None:
         event.write, lane.client(event.engine), event.objects, layers, 0, parts=event.parts, save=save, nbytes=nbytes
     )
     save.write = write
+    state.newest_write = event.write
     lane.add(write)
     if _fits(state, write):
         _begin(state, write, out)
@@ -151,7 +152,6 @@ def _close(state: State, write: WriteTransfer, out: list[Command]) -> None:
     _part(write)
     lane = state.writes
     lane.remove(write)
-    del lane.transfers[write.number]
     lane.backlog -= write.nbytes * write.begun
     out.append(TransferDone(Hop.WRITE, write.number))
 

@@ -19,13 +19,12 @@ from layerflow.flow.events import (
     CallDone,
     Event,
     FetchesRevoked,
-    FetchLeased,
     FetchOpened,
-    FollowLent,
-    FollowLost,
     FollowMoved,
     FollowOpened,
     Hop,
+    IncomingFailed,
+    IncomingLeased,
     Item,
 )
 from layerflow.objects import HEADER_BYTES
@@ -91,7 +90,7 @@ class Fetches:
     :param send: to the host; False = there is none.
     :param emit: to the core, which answers with the commands that are given here.
     :param failed: told of every object that did not come, with its outcome's number.
-    :param numbers: of fetches, ascending: shared with those of the other hop.
+    :param numbers: of fetches, ascending: shared with those of the other hop, and with follows.
     :param hop: from the backend, or from peers.
     :param ended: told of the number of every fetch that is over.
     """
@@ -142,10 +141,6 @@ class Fetches:
         else:
             then()
 
-    def knows(self, fetch: int) -> bool:
-        """Is it one of these?"""
-        return fetch in self._jobs
-
     def objects_of(self, fetch: int) -> Sequence[NewObject]:
         """By position, of a fetch that is not over."""
         return self._jobs[fetch].objects
@@ -194,7 +189,7 @@ class Fetches:
                 by_job.setdefault(coming.job, set()).add(key)
         for job, wanted in by_job.items():
             job.leases.append((owner, until, frozenset(wanted)))
-        self._emit([FetchLeased(job.number, True) for job in by_job if len(job.leases) == 1])
+        self._emit([IncomingLeased(job.number, True) for job in by_job if len(job.leases) == 1])
 
     def drop_lease(self, owner: Owner, keys: Iterable[bytes] | None = None) -> None:
         """The owner wants these no more, None = nothing any more."""
@@ -243,11 +238,11 @@ class Fetches:
                     )
                 )
             case Arrived():
-                self._arrived(self._jobs[command.fetch], command)
+                self._arrived(self._jobs[command.transfer], command)
             case ObjectsLost():
                 self._left([self._jobs[command.transfer].objects[position].key for position in command.objects])
             case RoomFreed():
-                job = self._jobs[command.fetch]
+                job = self._jobs[command.transfer]
                 self._pool.revoke([job.objects[position].key for position in command.objects], job.owner)
                 self._leave(job, len(command.objects))
             case TransferDone():
@@ -293,7 +288,7 @@ class Fetches:
             if job.leases and not job.done:
                 job.leases = [left for lease in job.leases if (left := change(lease))[2]]
                 if not job.leases:
-                    dropped.append(FetchLeased(job.number, False))
+                    dropped.append(IncomingLeased(job.number, False))
         self._emit(dropped)
 
 
@@ -384,6 +379,7 @@ class Follows:
 
     :param emit: gives events to the core, which answers with the commands that are given here.
     :param part_of: of an object that a step saves, the position of its save part; None = the step saves it no more.
+    :param numbers: of follows, ascending: shared with fetches.
     """
 
     def __init__(
@@ -391,11 +387,12 @@ class Follows:
         pool: Pool,
         emit: Callable[[Sequence[Event]], None],
         part_of: Callable[[StepKey, bytes], int | None],
+        numbers: Iterator[int] | None = None,
     ) -> None:
         self._pool = pool
         self._emit = emit
         self._part_of = part_of
-        self._numbers = ascending()
+        self._numbers = numbers or ascending()
         self._jobs: dict[int, FollowJob] = {}
         self._coming: dict[bytes, PendingFollow] = {}
         self._held: dict[bytes, tuple[FollowJob, int]] = {}
@@ -472,7 +469,7 @@ class Follows:
                 if not pending.job.lent:
                     first[pending.job] = None
                 pending.job.lent.add(key)
-        self._emit([FollowLent(job.number, True) for job in first])
+        self._emit([IncomingLeased(job.number, True) for job in first])
         return found
 
     def give_back(self, keys: Iterable[bytes]) -> None:
@@ -483,7 +480,7 @@ class Follows:
             if job.lent & gone:
                 job.lent -= gone
                 if not job.lent:
-                    over.append(FollowLent(job.number, False))
+                    over.append(IncomingLeased(job.number, False))
         self._emit(over)
 
     # Saves ---------------------------------------------------------------------------------------
@@ -505,10 +502,10 @@ class Follows:
             opened = self._follow({key: parts[key] for key in mine.values()}, group, job.layers, step)
             lent = job.lent & set(mine.values())
             if lent:
-                self._jobs[opened.follow].lent, opened = lent, replace(opened, lent=True)
+                self._jobs[opened.follow].lent, opened = lent, replace(opened, leased=True)
                 job.lent -= lent
                 if not job.lent:
-                    events.append(FollowLent(job.number, False))
+                    events.append(IncomingLeased(job.number, False))
             events += [opened, FollowMoved(job.number, tuple(mine), opened.follow)]
         return events
 
@@ -517,27 +514,20 @@ class Follows:
         free = [key for key in keys if key not in self._held]
         if free:
             self._pool.revoke(free, owner)
-        lost: dict[FollowJob, list[int]] = {}
+        lost: dict[FollowJob, list[tuple[int, str]]] = {}
         for key in keys:
             if key in self._held:
                 job, position = self._held[key]
                 self._pool.transfer([key], owner, job.owner)
                 if job.promised and key in self._coming:
-                    lost.setdefault(job, []).append(position)
-        self._emit([FollowLost(job.number, tuple(positions), reason) for job, positions in lost.items()])
+                    lost.setdefault(job, []).append((position, reason))
+        self._emit([IncomingFailed(job.number, tuple(failed)) for job, failed in lost.items()])
 
     # The core ------------------------------------------------------------------------------------
 
     def obey(self, command: FollowCommand) -> None:
         """What has become true of a follow."""
-        match command:
-            case ObjectsLost() | TransferDone():
-                number = command.transfer
-            case LayersStored():
-                number = command.follow
-            case _:
-                number = command.fetch
-        job = self._jobs[number]
+        job = self._jobs[command.transfer]
         match command:
             case Arrived():
                 for position in command.objects:
@@ -567,7 +557,7 @@ class Follows:
             case TransferDone():
                 job.done = True
         if job.done and not job.held:
-            del self._jobs[number]
+            del self._jobs[job.number]
 
     # ---------------------------------------------------------------------------------------------
 
@@ -581,7 +571,7 @@ class Follows:
         return FollowOpened(job.number, job.layers, len(parts), *step, group, tuple(parts.values()))
 
     def _begin(self, keys: list[bytes], layers: Sequence[int], *, promised: bool) -> FollowJob:
-        job = FollowJob(-next(self._numbers), keys, tuple(layers), promised)
+        job = FollowJob(next(self._numbers), keys, tuple(layers), promised)
         self._jobs[job.number] = job
         self.objects += len(keys)
         for position, key in enumerate(keys):

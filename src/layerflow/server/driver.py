@@ -36,11 +36,12 @@ from layerflow.flow.commands import (
     WriteBegun,
     Written,
 )
-from layerflow.flow.events import BatchDone, Event, FrontierReached, Limits, Tick
+from layerflow.flow.events import BatchDone, Event, FrontierReached, Hop, Limits, Tick
 from layerflow.observe.metrics import Metrics
 from layerflow.pool.base import Pool
 from layerflow.server.arrivals import Follows
 from layerflow.server.planner import MOST_UNCLAIMED, StepBook
+from layerflow.system.numbers import ascending
 from layerflow.wire.messages import (
     BROKEN,
     Batch,
@@ -80,7 +81,8 @@ class Driver:
         self.flow = Flow(limits)
         self.tier: Sources | None = None
         self.unclaimed: ExpiringSet[bytes] = ExpiringSet(MOST_UNCLAIMED)
-        self.follows = Follows(pool, self.emit, self._part_of)
+        self.incoming_numbers = ascending()  #: of fetches and follows, for whoever opens one
+        self.follows = Follows(pool, self.emit, self._part_of, self.incoming_numbers)
         self.handoffs: Handoffs | None = None
         self._pool = pool
         self._metrics = metrics
@@ -226,9 +228,9 @@ class Driver:
                 self._pool.drop_owner(self._books.pop((command.session, command.step)).owner)
                 self._notice(command.session).finished.append(command.step)
                 self._step_done(command)
-            case Arrived(fetch=number) | RoomFreed(fetch=number) | LayersStored(follow=number) if number < 0:
+            case LayersStored():
                 self.follows.obey(command)
-            case ObjectsLost(transfer=number) | TransferDone(transfer=number) if number < 0:
+            case Arrived() | ObjectsLost() | RoomFreed() | TransferDone() if command.hop is Hop.LOCAL:
                 self.follows.obey(command)
             case Call() | Arrived() | ObjectsLost() | RoomFreed() | WriteBegun() | Written() | TransferDone():
                 assert self.tier is not None

@@ -40,7 +40,6 @@ from layerflow.server.transport.door import Door
 from layerflow.server.transport.fd_server import NO_ROOM, FdServer, SharedRegion
 from layerflow.server.transport.router import Router
 from layerflow.server.transport.security import Curve, open_curve
-from layerflow.system.numbers import ascending
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import STRANGER, Message
@@ -172,7 +171,7 @@ class Server:
             self._less_to_do,
         )
         self.driver.handoffs = self.handoffs
-        arena, numbers = (self._arena.fd, self._arena.nbytes), ascending()
+        arena, numbers = (self._arena.fd, self._arena.nbytes), self.driver.incoming_numbers
         self.tier: Tier | None = None
         if tier is not None:
             from layerflow.server.tier.tier import Tier  # noqa: PLC0415 - most servers have none

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from layerflow.config.settings import PoolSettings
-from layerflow.flow.commands import Arrived, RoomFreed
+from layerflow.flow.commands import WriteBegun, Written
 from layerflow.flow.events import Hop, WriteOpened
 from layerflow.pool.base import Child, NewObject, Owner, Tail
 from layerflow.pool.chunk_index import ANY_LENGTH
@@ -167,13 +167,9 @@ class Sources:
 
     def obey(self, command: TierCommand) -> None:
         """What the core wants done on the way from or to one of them."""
-        if isinstance(command, Arrived | RoomFreed):
-            of_peer = self.peers is not None and self.peers.knows(command.fetch)
-        else:
-            of_peer = getattr(command, "hop", Hop.WRITE) is Hop.PEER
-        if of_peer:
+        if not isinstance(command, WriteBegun | Written) and command.hop is Hop.PEER:
             assert self.peers is not None
-            self.peers.obey(command)  # type: ignore[arg-type]
+            self.peers.obey(command)
         else:
             assert self.tier is not None
             self.tier.obey(command)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from layerflow.agent.open_steps import OpenSteps
 from layerflow.agent.step.step import Step
 from layerflow.device.base import Device
 from layerflow.ops.base import Copier
@@ -26,10 +25,9 @@ log = structlog.get_logger("layerflow.agent")
 class DirectLaneSwitch:
     """Which steps go past the arena is decided when they are opened, by the attachment."""
 
-    def __init__(self, memory: PagedMemory, device: Device, open_steps: OpenSteps) -> None:
+    def __init__(self, memory: PagedMemory, device: Device) -> None:
         self._memory = memory
         self._device = device
-        self._open_steps = open_steps
         self._direct: DirectLane | None = None
 
     def possible(self, options: str) -> bool:
@@ -65,8 +63,8 @@ class DirectLaneSwitch:
         assert self._direct is not None
         self._direct.open(step, send)
 
-    def in_order(self, steps: Sequence[Step], tell: Callable[[], None]) -> None:
-        """Say something of these steps: now, or where the server has yet to hear of one of them, after that."""
+    def once_announced(self, steps: Sequence[Step], tell: Callable[[], None]) -> None:
+        """Tell the server something of these steps: now, or once all of them have been announced to it."""
         if self._direct is None or all([step.announced for step in steps]):
             tell()
         else:
@@ -81,22 +79,13 @@ class DirectLaneSwitch:
         if step.leases is not None and self._direct is not None and not step.loading:
             self._direct.loads_over(step)
 
-    def publish(self, step: Step, positions: Sequence[int]) -> None:
-        """The server has committed these save parts, as it knows them; they are saved once they are published."""
+    def publish(self, step: Step, positions: Sequence[int], told: Callable[[int, str], None]) -> None:
+        """See :meth:`DirectLane.publish`."""
         assert self._direct is not None
-
-        def told(part: int, failure: str) -> None:
-            request = step.saves[part].request
-            if failure:
-                log.warning("direct_not_published", step=step.number, request=request, error=failure)
-                self._open_steps.save_failed(request, failure)
-            else:
-                self._open_steps.saved(request)
-
         self._direct.publish(step, positions, told)
 
-    def in_turn(self, step: Step, work: Callable[[], None]) -> None:
-        """Now, or behind what of the step is still to be published."""
+    def after_direct_work(self, step: Step, work: Callable[[], None]) -> None:
+        """Do this now; for a step past the arena, behind what the direct lane has been given so far."""
         if step.leases is not None and self._direct is not None:
             self._direct.put(work)
         else:

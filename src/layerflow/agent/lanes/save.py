@@ -93,7 +93,7 @@ class SaveLane:
         self._tell(job, failure, event)
         if not self._untold:
             self._untold_since = time.monotonic()
-        if job.step.saves_pressed:  # nothing more of the step is to come, or a thread waits for its saves
+        if job.step.saves_expedited:  # nothing more of the step is to come, or a thread waits for its saves
             self._untold_since = 0.0
         self._untold += job.batch.nbytes
         if self._untold >= TOLD_BYTES:
@@ -202,7 +202,7 @@ def _is_written(job: CopyTask) -> bool:
 def _is_worth_it(jobs: Sequence[CopyTask]) -> bool:
     """Do these leave, although more of their step is to come? What can share no call has nothing to wait for."""
     first = jobs[0]
-    return not joins(first, first) or first.step.saves_pressed or sum(job.batch.nbytes for job in jobs) >= WORTH_BYTES
+    return not joins(first, first) or first.step.saves_expedited or sum(job.batch.nbytes for job in jobs) >= WORTH_BYTES
 
 
 SAMPLE_S, SLOW_LINK_SAMPLE_S = 20e-3, 2e-3

@@ -59,7 +59,7 @@ class InFlight:
         self._begun[direction] += 1
 
     def end(self, batch: Batch, event: DeviceEvent | None) -> None:
-        """It will not any more, or has enqueued the copy that `event` is behind."""
+        """The lane has finished the batch, or has enqueued its copy; `event` completes when the copy does."""
         self._ended[batch.direction] += 1
         if event is not None:
             self._unsettled.append((batch, event))

@@ -211,9 +211,9 @@ class Step(StepTransfers):
             raise self._no_such(layer) from None
         self._done[layer] = event or self._local or self._device.record(timed=bool(self.saves))
 
-    def hurry(self) -> None:
+    def expedite(self) -> None:
         """A thread waits for the saves: they leave now, without waiting for the end of the forward pass."""
-        self._times.hurried = True
+        self._times.expedited = True
 
     def hold_saves(self) -> None:
         """Publish nothing of this step until :meth:`layerflow.agent.Agent.release_saves`. Call before its first layer.
@@ -281,7 +281,7 @@ class Step(StepTransfers):
 
     def fence(self, reason: str) -> None:
         """Cut the loads off: no batch starts any more, the running one is waited for, the rest has failed."""
-        if self._cut_loads(reason):
+        if self._fence_loads(reason):
             self._on_fenced(self, reason)
 
     def over(self, session: int) -> None:

@@ -139,10 +139,10 @@ class LayerTimes:
     :ivar done_at: by layer: when the layer's KV was written.
     :ivar done: by layer: None until its KV is written; then True, or the device event behind it. Stored last.
     :ivar closed_at: when the forward pass ended.
-    :ivar hurried: a thread waits for the saves.
+    :ivar expedited: a thread waits for the saves.
     """
 
-    __slots__ = ("asked_at", "closed_at", "done", "done_at", "hurried", "waited_at")
+    __slots__ = ("asked_at", "closed_at", "done", "done_at", "expedited", "waited_at")
 
     def __init__(self, layers: int) -> None:
         self.asked_at = [0.0] * layers
@@ -150,7 +150,7 @@ class LayerTimes:
         self.done_at = [0.0] * layers
         self.done: list[Any] = [None] * layers
         self.closed_at = 0.0
-        self.hurried = False
+        self.expedited = False
 
     @property
     def computed_layers(self) -> int:
@@ -166,7 +166,7 @@ class LayerTimes:
         After the forward pass: its average, or the time since its end where that is longer, so that the engine uses the
         pass's result first. Infinite when a thread waits for the saves.
         """
-        if self.hurried:
+        if self.expedited:
             return math.inf
         done = self.computed_layers
         if not done:
@@ -354,7 +354,7 @@ class StepTransfers:
         self.saves_cancelled = self.saves_cancelled or reason
         self._in_flight.halt(SAVE)
 
-    def cut_saves(self, reason: str) -> bool:
+    def fence_saves(self, reason: str) -> bool:
         """Cut the saves off: no batch starts any more, the running one is waited for. False if they were cut already.
 
         What was read before is stored; objects of which something is missing are given up by the server.
@@ -367,7 +367,7 @@ class StepTransfers:
         self.reads.stop()
         return first
 
-    def quiet(self) -> None:
+    def wait_idle(self) -> None:
         """Wait until no lane and no stream touches engine memory for this step; call after cutting it off."""
         with self._condition:
             self._in_flight.wait_idle(LOAD)
@@ -375,7 +375,7 @@ class StepTransfers:
             self._settle_device()
             self._land()
 
-    def _cut_loads(self, reason: str) -> bool:
+    def _fence_loads(self, reason: str) -> bool:
         """Cut the loads off: no batch starts any more, the running one is waited for, the rest has failed.
 
         False if there is nothing left to cut off.
@@ -479,9 +479,9 @@ class StepTransfers:
         return self._times.done[layer]
 
     @property
-    def saves_pressed(self) -> bool:
+    def saves_expedited(self) -> bool:
         """Does a thread wait for the saves, or is no further layer of them to come?"""
-        return self.closed or self._times.hurried or bool(self.saves_cancelled)
+        return self.closed or self._times.expedited or bool(self.saves_cancelled)
 
     def pace(self, now: float) -> float:
         """See :meth:`layerflow.agent.step.transfers.LayerTimes.pace`."""

@@ -83,7 +83,7 @@ class Peers:
     :param arena: descriptor and size. :param view: its bytes.
     :param models: the specs that workers here are attached with.
     :param send: to a client of the control sockets. :param emit: gives events to the core.
-    :param numbers: of fetches, shared with the tier's, and of everything that peers are asked.
+    :param numbers: of fetches, shared with the tier's and with follows, and of everything that peers are asked.
     :param storing: hand-offs, and what is followed.
     :param accounts: of readers, among those of other clients. :param turns: likewise.
     :raises ConfigError: a tcp peer is named, and this server has no key of its own.

@@ -19,7 +19,7 @@ from layerflow.config.settings import Settings
 from layerflow.expiring import ExpiringSet
 from layerflow.flow.commands import Arrived, Call, ObjectsLost, RoomFreed, TransferDone
 from layerflow.flow.cost import LinkCost, LinkModel
-from layerflow.flow.events import Event, FetchAvailable, FetchFailed, Hop, HostLost
+from layerflow.flow.events import Event, FetchAvailable, Hop, HostLost, IncomingFailed
 from layerflow.hosts.backend import ObjectStatus
 from layerflow.keys import describe_key
 from layerflow.links import links
@@ -267,7 +267,8 @@ class PeerSource:
 
     :param arena: descriptor and size.
     :param emit: gives events to the core.
-    :param numbers: of fetches, shared with the tier's, and of everything that peers are asked: a refusal says no more.
+    :param numbers: of fetches, shared with the tier's and with follows, and of everything that peers are asked: a
+        refusal says no more.
     :param models: the specs that workers here are attached with.
     :param parts: of this server's hand-offs, that peers keep.
     :param attach: makes the connection to a peer.
@@ -439,10 +440,6 @@ class PeerSource:
                 self._reading[number] = lease
                 self.watch_leases()
 
-    def knows(self, fetch: int) -> bool:
-        """Is this fetch from a peer?"""
-        return self.fetches.knows(fetch)
-
     def obey(self, command: Call | Arrived | ObjectsLost | RoomFreed | TransferDone) -> None:
         """What the core wants done on the way from peers."""
         if isinstance(command, Call):
@@ -501,7 +498,7 @@ class PeerSource:
             objects = self.fetches.objects_of(number)
             coming = [at for at, new in enumerate(objects) if self._is_coming(new.key, number)]
             self.failures["fetch_failed"] += len(coming)
-            self._emit([FetchFailed(number, tuple((at, why) for at in coming))])
+            self._emit([IncomingFailed(number, tuple((at, why) for at in coming))])
 
     def _is_coming(self, key: bytes, number: int) -> bool:
         coming = self.fetches.coming(key)
