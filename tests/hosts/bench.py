@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from hosts.fake_backend import FakeBackend
-from layerflow.hosts.backend import places_of
 from layerflow.hosts.lanes import BackendCalls, Lane
+from layerflow.hosts.objects import places_of
 from layerflow.objects import HEADER_BYTES, pack_header
 from layerflow.system.memfd import SharedMemory
 from layerflow.wire.host_messages import EndWrite, Objects, Push, ToServer, Write

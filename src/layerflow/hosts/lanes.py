@@ -24,8 +24,8 @@ from layerflow.hosts.backend import (
     ObjectStatus,
     Unreachable,
     Unusable,
-    places_of,
 )
+from layerflow.hosts.objects import places_of
 from layerflow.objects import HEADER_BYTES, check_header
 from layerflow.system.memfd import SharedMemory
 from layerflow.system.threads import OwnedThread

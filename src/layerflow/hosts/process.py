@@ -15,7 +15,7 @@ import structlog
 
 from layerflow.backends import installed, named
 from layerflow.errors import ProtocolError
-from layerflow.hosts.backend import Backend, BackendInfo, IndexReporter, Unreachable, Unusable
+from layerflow.hosts.backend import Backend, BackendInfo, Unreachable, Unusable
 from layerflow.hosts.lanes import (
     BackendCalls,
     FetchLane,
@@ -29,6 +29,7 @@ from layerflow.hosts.lanes import (
     refuse,
     unknown,
 )
+from layerflow.hosts.objects import IndexReporter
 from layerflow.system.memfd import SharedMemory
 from layerflow.wire.host_messages import (
     STOP_S,
