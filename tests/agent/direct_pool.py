@@ -12,7 +12,7 @@ from agent.fake_memcache import HOST, FakePool, FakeStore
 from layerflow.agent.direct import client, lane
 from layerflow.agent.direct.client import Watchdog
 from layerflow.hosts.memcache.setup import MemcacheConnection
-from layerflow.server import terms as behind
+from layerflow.server import terms
 
 
 def workers_join(pool: FakePool, patch: pytest.MonkeyPatch) -> list[FakeStore]:
@@ -34,5 +34,5 @@ def servers_offer(pool: FakePool, patch: pytest.MonkeyPatch) -> None:
     """Servers that start from now on have the pool behind their arena, and let workers move bytes past it."""
     tests = Path(__file__).resolve().parents[1]
     patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tests), os.environ.get("PYTHONPATH")))))
-    patch.setattr(behind, "tier_of", lambda settings: (HOST, {"folder": str(pool.folder)}))
-    patch.setattr(behind, "direct_options", lambda settings: json.dumps(pool.urls))
+    patch.setattr(terms, "tier_of", lambda settings: (HOST, {"folder": str(pool.folder)}))
+    patch.setattr(terms, "direct_options", lambda settings: json.dumps(pool.urls))

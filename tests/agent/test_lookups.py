@@ -12,7 +12,7 @@ import pytest
 from e2e.known import eventually, layerflow_threads, small_spec
 from server.support import Embed
 
-from layerflow.agent import client as line
+from layerflow.agent import client
 from layerflow.agent import lookups as lookups_module
 from layerflow.agent.lookups import Inquiry, Lookups
 from layerflow.agent.values import MISS, Hit
@@ -175,13 +175,13 @@ def test_a_table_that_is_none_is_refused_and_everything_asked(
     embed: Embed, dial: Dial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
-    fetch = line.fetch_presence
+    fetch = client.fetch_presence
 
     def fetched(*place: Any) -> Any:
         connection, fd, nbytes = fetch(*place)
         return connection, fd, 2 * nbytes
 
-    monkeypatch.setattr(line, "fetch_presence", fetched)
+    monkeypatch.setattr(client, "fetch_presence", fetched)
     server = embed()
     store(server, prompt(40))
     lookups, heard = dial(server), heard_by(server)

@@ -10,8 +10,7 @@ import pytest
 import zmq
 from e2e.known import eventually, small_spec
 
-from layerflow.agent import Control, Follow
-from layerflow.agent import client as module
+from layerflow.agent import Control, Follow, client
 from layerflow.agent.client import Releases
 from layerflow.agent.handshake import Handshake
 from layerflow.agent.lookups import Lookups
@@ -109,14 +108,14 @@ def test_a_client_that_leaves_says_what_nobody_has_heard(endpoint: str) -> None:
 
 def test_so_many_are_kept_and_each_until_its_lease_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(client.time, "monotonic", lambda: now[0])
     kept = Releases()
-    for number in range(module.MAX_RELEASES + 3):
+    for number in range(client.MAX_RELEASES + 3):
         kept.add(ReleaseHandoff(f"h{number}"), number)
-    assert (len(kept), kept.unheard) == (module.MAX_RELEASES, 3)
-    now[0] += module.KEPT_S
+    assert (len(kept), kept.unheard) == (client.MAX_RELEASES, 3)
+    now[0] += client.KEPT_S
     kept.add(ReleaseHandoff("late"), 10_000)
-    assert (len(kept), kept.unheard) == (1, module.MAX_RELEASES + 3)
+    assert (len(kept), kept.unheard) == (1, client.MAX_RELEASES + 3)
 
 
 def test_a_full_connection_takes_the_rest_when_it_is_read() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from layerflow.connectors.vllm.pd import decoding as http_calls
+from layerflow.connectors.vllm.pd import decoding
 from layerflow.connectors.vllm.pd.conventions.concurrent import query_answer
 from layerflow.connectors.vllm.pd.decoding import MOST_ANSWER_BYTES, HttpCall, HttpCalls
 from layerflow.connectors.vllm.pd.side import BootstrapServer
@@ -200,7 +200,7 @@ class TestCalls:
     def test_addresses_that_do_not_answer_are_not_asked_for_all_at_once(
         self, answering: Callable[..., Answering], calls: HttpCalls, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(http_calls, "MOST_KNOWN", 2)
+        monkeypatch.setattr(decoding, "MOST_KNOWN", 2)
         silent, well = answering(None), answering()
         first, second = (calls.get(f"{silent.url}/{number}") for number in range(2))
         assert not ended(calls.get(well.url)).error

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from layerflow.connectors.vllm.pd import side as refusal
+from layerflow.connectors.vllm.pd import side
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,10 @@ def request(name: str, error: Exception | None = None) -> Any:
 def test_the_fault_is_the_servers(monkeypatch: pytest.MonkeyPatch, base: type[Any]) -> None:
     scheduler = type("Scheduler", (base,), dict(vars(base)))
     modules(monkeypatch, scheduler)
-    assert refusal.can_end_with_error()
+    assert side.can_end_with_error()
     made, asked, wrong = scheduler(), request("lost"), request("wrong", ValueError("no such grammar"))
     for _ in range(2):  # twice: it is installed once
-        refusal.end_with_error(asked, "the prefill engine is gone")
+        side.end_with_error(asked, "the prefill engine is gone")
     assert asked.status == "waits"
     for each in (asked, wrong):
         assert not made._try_promote_blocked_waiting_request(each)

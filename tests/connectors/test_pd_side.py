@@ -12,8 +12,7 @@ from test_vllm_scheduler import House, fakes
 from vllm_fakes import BLOCK, FULL, output, request
 
 from layerflow.agent.values import Handoff, Hit
-from layerflow.connectors.vllm.pd import decoding
-from layerflow.connectors.vllm.pd import side as refusal
+from layerflow.connectors.vllm.pd import decoding, side
 from layerflow.connectors.vllm.pd.conventions import concurrent
 from layerflow.connectors.vllm.pd.options import PdOptions
 from layerflow.connectors.vllm.pd.side import TRUNCATED, HandoffSide
@@ -87,8 +86,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> FakeCalls:
 def refused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Why requests were ended with an error."""
     reasons: list[str] = []
-    monkeypatch.setattr(refusal, "can_end_with_error", lambda: True)
-    monkeypatch.setattr(refusal, "end_with_error", lambda request, reason: reasons.append(reason))
+    monkeypatch.setattr(side, "can_end_with_error", lambda: True)
+    monkeypatch.setattr(side, "end_with_error", lambda request, reason: reasons.append(reason))
     return reasons
 
 
@@ -501,7 +500,7 @@ class TestErrors:
         assert "10.0.0.9" in refused[0]
 
     def test_a_vllm_without_a_way_to_computes(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(refusal, "can_end_with_error", lambda: False)
+        monkeypatch.setattr(side, "can_end_with_error", lambda: False)
         d = house(options=PdOptions(max_recompute_tokens=100))
         made = d.arrive(hit=Hit(0, reason="failed: gone"), kv_transfer_params=TO_DECODE)
         assert d.side.matched(made, 0) == (0, False)

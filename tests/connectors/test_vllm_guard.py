@@ -15,8 +15,7 @@ from vllm_fakes import BLOCK, FULL, output
 
 from layerflow.agent.values import Hit
 from layerflow.connectors.vllm.guard import _told
-from layerflow.connectors.vllm.pd import decoding
-from layerflow.connectors.vllm.pd import side as refusal
+from layerflow.connectors.vllm.pd import decoding, side
 from layerflow.connectors.vllm.pd.conventions.parts import MAX_ID
 from layerflow.connectors.vllm.pd.decoding import MOST_KNOWN, HttpCalls
 from layerflow.connectors.vllm.pd.options import PdOptions
@@ -59,7 +58,7 @@ VALUES: tuple[Any, ...] = (
 @pytest.fixture(autouse=True)
 def calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "HttpCalls", FakeCalls)
-    monkeypatch.setattr(refusal, "can_end_with_error", lambda: False)
+    monkeypatch.setattr(side, "can_end_with_error", lambda: False)
     _told.clear()
 
 

@@ -12,7 +12,7 @@ from test_vllm_scheduler import House, fakes  # noqa: F401  the stand-ins are an
 from vllm_fakes import CHUNK, pieces
 
 from layerflow.agent.values import Hit
-from layerflow.connectors.vllm.identity import identity as inputs
+from layerflow.connectors.vllm.identity import identity
 from layerflow.connectors.vllm.identity.identity import Inputs
 from layerflow.keys import Media
 
@@ -89,13 +89,13 @@ class TestContent:
         assert Inputs().read([image(0.5, at=9), image(0.5, "b", at=70, data=data)])[1] == 70
 
     def test_an_input_of_gigabytes_would_hold_the_scheduler_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(inputs, "MOST_BYTES", 64)
+        monkeypatch.setattr(identity, "MOST_BYTES", 64)
         assert Inputs().read([image(0.5)])[1] == 70
 
     def test_data_that_vllms_cache_hands_out_again_is_hashed_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         known, feature = Inputs(), image(0.5)
         first = known.read([feature])
-        monkeypatch.setattr(inputs, "tensor_bytes", lambda _: pytest.fail("hashed again"))
+        monkeypatch.setattr(identity, "tensor_bytes", lambda _: pytest.fail("hashed again"))
         again = image(0, at=30, data=feature.data)
         assert known.read([again])[0] == [Media(30, 4, first[0][0].content)]
 
@@ -110,7 +110,7 @@ class TestNames:
         assert known.read([image(0.2, "z")])[1] is None
 
     def test_only_so_many_names_are_remembered(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(inputs, "MOST_KNOWN", 2)
+        monkeypatch.setattr(identity, "MOST_KNOWN", 2)
         known = Inputs()
         for name in "abc":
             known.read([image(0.1, name)])

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from layerflow import findings as probes
-from layerflow.doctor import checks as listening
-from layerflow.doctor import peers
+from layerflow import findings
+from layerflow.doctor import checks, peers
 
 PATIENCE_S = 60.0
 
@@ -26,10 +25,10 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who answers is heard, however long a busy machine takes for it."""
-    monkeypatch.setattr(listening, "STATUS_TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr(checks, "STATUS_TIMEOUT_S", PATIENCE_S)
     monkeypatch.setattr(peers, "ANSWER_MS", round(PATIENCE_S * 1e3))
-    monkeypatch.setattr(probes, "http_get", functools.partial(probes.http_get, timeout_s=PATIENCE_S))
-    monkeypatch.setattr(probes, "child", functools.partial(probes.child, timeout_s=PATIENCE_S))
+    monkeypatch.setattr(findings, "http_get", functools.partial(findings.http_get, timeout_s=PATIENCE_S))
+    monkeypatch.setattr(findings, "child", functools.partial(findings.child, timeout_s=PATIENCE_S))
 
 
 @pytest.fixture

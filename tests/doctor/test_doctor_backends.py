@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from layerflow import findings as probes
+from layerflow import findings
 from layerflow.config.settings import Settings
 from layerflow.doctor import Finding, Severity, examine_backend
 from layerflow.errors import Unsupported
@@ -21,10 +21,10 @@ def packages(monkeypatch) -> dict[str, str]:
         name = "mooncake-transfer-engine"
         return (name, found[name]) if name in found else None
 
-    monkeypatch.setattr(probes, "installed", found.get)
-    monkeypatch.setattr(probes, "distribution_of", distribution_of)
-    monkeypatch.setattr(probes, "has_module", lambda name: "mooncake-transfer-engine" in found)
-    monkeypatch.setattr(probes, "child", lambda code: "")
+    monkeypatch.setattr(findings, "installed", found.get)
+    monkeypatch.setattr(findings, "distribution_of", distribution_of)
+    monkeypatch.setattr(findings, "has_module", lambda name: "mooncake-transfer-engine" in found)
+    monkeypatch.setattr(findings, "child", lambda code: "")
     return found
 
 
@@ -78,17 +78,17 @@ def test_mooncake_is_not_installed_or_too_old(packages, open_port):
 
 def test_mooncake_libraries_that_cannot_be_loaded(packages, open_port, monkeypatch):
     master = {"master": f"127.0.0.1:{open_port}", "metrics": ""}
-    monkeypatch.setattr(probes, "child", lambda code: "it has no sessions" if "mooncake" in code else "")
+    monkeypatch.setattr(findings, "child", lambda code: "it has no sessions" if "mooncake" in code else "")
     found = mooncake(**master)
     assert found["libibverbs"].state is Severity.OK and "no sessions" in found["mooncake package"].found
     assert found["mooncake package"].state is Severity.PROBLEM
-    monkeypatch.setattr(probes, "child", lambda code: "OSError: libibverbs.so.1")
+    monkeypatch.setattr(findings, "child", lambda code: "OSError: libibverbs.so.1")
     found = mooncake(**master)
     assert found["libibverbs"].state is Severity.PROBLEM and "mooncake package" not in found
 
 
 def test_mooncake_transport_hostname_and_segment(packages, monkeypatch):
-    monkeypatch.setattr(probes, "connects", lambda address: "")
+    monkeypatch.setattr(findings, "connects", lambda address: "")
     found = mooncake(master="store:50051", metrics="", protocol="rdma")
     assert found["mooncake transport"].state is Severity.WARNING
     assert found["mooncake address"].state is Severity.PROBLEM
@@ -118,7 +118,7 @@ def test_a_memcache_that_works(packages, open_port, health, tmp_path, monkeypatc
 
 
 def test_a_memcache_client_that_others_cannot_reach(packages, monkeypatch):
-    monkeypatch.setattr(probes, "connects", lambda address: "")
+    monkeypatch.setattr(findings, "connects", lambda address: "")
     away = {"meta_service_url": "tcp://10.0.0.1:5000", "metrics_url": ""}
     assert memcache(**away)["memcache address"].state is Severity.PROBLEM
     assert "memcache address" not in memcache(**away, hcom_url="tcp://10.0.0.2:7000")
@@ -126,7 +126,7 @@ def test_a_memcache_client_that_others_cannot_reach(packages, monkeypatch):
 
 
 def test_memcache_workers_count_as_clients(packages, monkeypatch):
-    monkeypatch.setattr(probes, "connects", lambda address: "")
+    monkeypatch.setattr(findings, "connects", lambda address: "")
     monkeypatch.setattr(machine, "devices", lambda pattern: ["davinci0", "davinci1"])
     assert "memcache clients" not in memcache(world_size=2)
     direct = {"direct": True, "metrics_url": "http://127.0.0.1:8000"}
@@ -208,7 +208,7 @@ def test_an_emulator_is_judged_as_the_host_judges_it(packages, closed_port, tmp_
     ],
 )
 def test_memcache_transports(packages, monkeypatch, keys, state, words):
-    monkeypatch.setattr(probes, "connects", lambda address: "")
+    monkeypatch.setattr(findings, "connects", lambda address: "")
     found = memcache(metrics_url="", **keys)["memcache transport"]
     assert found.state is state and words in found.advice
 

@@ -12,21 +12,16 @@ import pytest
 import structlog
 from e2e.known import PATIENCE_S, eventually
 
-from layerflow import findings as probes
+from layerflow import findings
 from layerflow.agent.observer import fetch_status
 from layerflow.config.settings import Settings
-from layerflow.doctor import Finding, Severity, examine, examine_backend
-from layerflow.doctor import checks as listening
-from layerflow.doctor import checks as memory
-from layerflow.doctor import checks as sharing
+from layerflow.doctor import Finding, Severity, checks, examine, examine_backend
 from layerflow.errors import ConfigError
 from layerflow.findings import size_text
 from layerflow.hosts.backend import Unreachable, Unusable
 from layerflow.hosts.disk.folder import Folder
 from layerflow.server import EmbeddedServer, Server
-from layerflow.system import machine
-from layerflow.system import machine as numa
-from layerflow.system import unix_sockets as peer
+from layerflow.system import machine, unix_sockets
 
 
 def examined(**sections) -> dict[str, Finding]:
@@ -62,7 +57,7 @@ def test_every_finding_that_is_not_ok_says_what_to_do(closed_port, tmp_path):
 
 def test_libraries_that_are_missing_or_old(monkeypatch):
     versions = {"pyzmq": None, "rich": "1.0"}
-    monkeypatch.setattr(probes, "installed", lambda name: versions.get(name, "999.0"))
+    monkeypatch.setattr(findings, "installed", lambda name: versions.get(name, "999.0"))
     found = examined(pool={"size": "1MiB"})["libraries"]
     assert found.state is Severity.PROBLEM
     assert "pyzmq is not installed" in found.found and "rich 1.0 is older than" in found.found
@@ -74,7 +69,7 @@ def test_a_kernel_that_shows_no_process_of_another_pid_namespace(monkeypatch):
         """As before Linux 6.5."""
 
         def getsockopt(self, level: int, option: int, *size: int) -> Any:
-            if option == peer._SO_PEERPIDFD:
+            if option == unix_sockets._SO_PEERPIDFD:
                 raise OSError(errno.ENOPROTOOPT, "Protocol not available")
             return super().getsockopt(level, option, *size)
 
@@ -141,7 +136,7 @@ def test_what_a_running_server_has_is_free_for_its_successor(tmp_path, monkeypat
 
 
 def test_a_socket_that_somebody_else_holds_and_one_left_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr(listening, "STATUS_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(checks, "STATUS_TIMEOUT_S", 0.2)
     path = tmp_path / "control"
     with socket.socket(socket.AF_UNIX) as held:
         held.bind(str(path))
@@ -163,7 +158,7 @@ def test_a_network_endpoint_needs_its_keys(tmp_path):
     server = {"tcp_endpoint": "tcp://127.0.0.1:*", "curve_secret_key_file": secret, "curve_allowed_keys_file": allowed}
     wanted = Settings(server=server).server
     secret.touch(0o644)
-    found = list(listening.examine_listening(wanted, None))
+    found = list(checks.examine_listening(wanted, None))
     assert [one.state for one in found if one.check == "network endpoint"] == [
         Severity.WARNING,
         Severity.PROBLEM,
@@ -171,7 +166,7 @@ def test_a_network_endpoint_needs_its_keys(tmp_path):
     ]
     secret.chmod(0o600)
     allowed.touch()
-    found = list(listening.examine_listening(wanted, None))
+    found = list(checks.examine_listening(wanted, None))
     assert [one.state for one in found if one.check == "network endpoint"] == [Severity.OK]
 
 
@@ -181,7 +176,7 @@ def test_an_arena_larger_than_the_machine(monkeypatch):
     monkeypatch.setattr(machine, "cgroup_bytes", lambda: 4 << 30)
 
     def finding(size: str) -> Finding:
-        (found, _, _) = memory.examine_memory(Settings(pool={"size": size}).pool, None)
+        (found, _, _) = checks.examine_memory(Settings(pool={"size": size}).pool, None)
         return found
 
     found = {size: finding(size) for size in ("7GiB", "5GiB", "3.75GiB", "1GiB")}
@@ -211,7 +206,7 @@ def test_huge_pages_that_are_not_reserved(monkeypatch):
     pool = Settings(pool={"size": "5MiB", "hugepages": True}).pool
     for free, state in ((4 << 20, Severity.PROBLEM), (6 << 20, Severity.OK)):
         monkeypatch.setattr(machine, "free_huge_bytes", lambda free=free: free)
-        (found, _, _) = memory.examine_memory(pool, None)
+        (found, _, _) = checks.examine_memory(pool, None)
         assert found.state is state
         assert found.check == "huge pages" and ("vm.nr_hugepages=3" in found.advice) == (state is Severity.PROBLEM)
 
@@ -220,7 +215,7 @@ def test_small_pages_of_a_large_arena_cost_a_gpu_memory(monkeypatch):
     monkeypatch.setattr(machine, "devices", lambda pattern: ["nvidia0"] if pattern.startswith("nvidia") else [])
 
     def advice(**pool: Any) -> list[str]:
-        found = memory.examine_memory(Settings(pool=pool).pool, None)
+        found = checks.examine_memory(Settings(pool=pool).pool, None)
         return [one.advice for one in found if one.check == "pinned pages"]
 
     assert "pool.hugepages = true" in advice(size="200GiB")[0]
@@ -234,7 +229,7 @@ def test_a_limit_for_pinned_memory_matters_with_a_device(monkeypatch):
     for devices, state in (([], Severity.OK), (["nvidia0"], Severity.WARNING)):
         monkeypatch.setattr(machine, "devices", lambda pattern, devices=devices: devices)
         monkeypatch.setattr(machine, "rdma_devices", lambda: [])
-        (_, _, found) = memory.examine_memory(pool, None)
+        (_, _, found) = checks.examine_memory(pool, None)
         assert found.state is state
 
 
@@ -297,17 +292,17 @@ def test_models_that_only_their_tensor_size_can_read_are_named():
     bound = {"memory": True, "fingerprint": "aa", "model": "qwen", "tp": "1/4", "bound_to_size": ["group 1 (state): x"]}
     cut = {"memory": True, "fingerprint": "bb", "model": "llama", "tp": "0/2", "bound_to_size": []}
     looks_up = bound | {"memory": False, "fingerprint": "cc"}
-    first, second = sharing.examine_sharing({"sessions": [bound, bound, cut, looks_up]})
+    first, second = checks.examine_sharing({"sessions": [bound, bound, cut, looks_up]})
     assert first.check == "model qwen" and first.state is Severity.WARNING
     assert "tensor size 4" in first.found and "group 1 (state)" in first.found
     assert second.check == "model llama" and second.state is Severity.OK
-    assert list(sharing.examine_sharing(None)) == []
+    assert list(checks.examine_sharing(None)) == []
 
 
 def test_the_arenas_node_is_shown_and_one_that_is_not_there_is_a_problem(monkeypatch):
-    monkeypatch.setattr(numa, "memory_nodes", lambda: (0, 1))
-    monkeypatch.setattr(numa, "device_nodes", lambda: iter((1,)))
+    monkeypatch.setattr(machine, "memory_nodes", lambda: (0, 1))
+    monkeypatch.setattr(machine, "device_nodes", lambda: iter((1,)))
     for setting, state, said in (("auto", Severity.OK, "node 1"), ("3", Severity.PROBLEM, "there are: 0, 1")):
         pool = Settings(pool={"size": "16MiB", "numa": setting}).pool
-        (_, found, _) = memory.examine_memory(pool, None)
+        (_, found, _) = checks.examine_memory(pool, None)
         assert found.check == "memory node" and found.state is state and said in found.found

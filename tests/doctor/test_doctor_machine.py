@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from layerflow import findings as probes
+from layerflow import findings
 from layerflow.system import machine
 
 
@@ -67,22 +67,22 @@ def test_the_nearest_directory_that_exists(tmp_path):
 
 
 def test_a_child_that_gets_through_fails_dies_or_hangs():
-    assert probes.child("import sys, os; sys.exit(os.environ['GIVEN'] != 'x')", {"GIVEN": "x"}) == ""
-    assert probes.child("raise ImportError('libx.so: no such file')") == "ImportError: libx.so: no such file"
-    assert probes.child("import os; os.kill(os.getpid(), 11)") == "died of SIGSEGV"
-    assert probes.child("import sys; sys.exit(3)") == "ended with exit code 3"
-    assert probes.child("import threading; threading.Event().wait()", timeout_s=0.1) == "did not finish in 0.1 s"
+    assert findings.child("import sys, os; sys.exit(os.environ['GIVEN'] != 'x')", {"GIVEN": "x"}) == ""
+    assert findings.child("raise ImportError('libx.so: no such file')") == "ImportError: libx.so: no such file"
+    assert findings.child("import os; os.kill(os.getpid(), 11)") == "died of SIGSEGV"
+    assert findings.child("import sys; sys.exit(3)") == "ended with exit code 3"
+    assert findings.child("import threading; threading.Event().wait()", timeout_s=0.1) == "did not finish in 0.1 s"
 
 
 def test_packages_are_looked_up_without_importing_them():
-    assert probes.installed("pytest") and probes.installed("layerflow-no-such-package") is None
-    assert probes.has_module("json") and not probes.has_module("layerflow_no_such_module")
-    assert probes.distribution_of("pydantic")[0] == "pydantic"
-    assert probes.distribution_of("layerflow_no_such_module") is None
-    assert probes.release("0.3.13.post1") == (0, 3, 13) and probes.release("1.10") > probes.release("1.9.9")
+    assert findings.installed("pytest") and findings.installed("layerflow-no-such-package") is None
+    assert findings.has_module("json") and not findings.has_module("layerflow_no_such_module")
+    assert findings.distribution_of("pydantic")[0] == "pydantic"
+    assert findings.distribution_of("layerflow_no_such_module") is None
+    assert findings.release("0.3.13.post1") == (0, 3, 13) and findings.release("1.10") > findings.release("1.9.9")
 
 
 def test_addresses():
-    assert probes.host_and_port("store:50051") == ("store", 50051)
-    assert probes.host_and_port("tcp://[::1]:5000") == ("::1", 5000)
+    assert findings.host_and_port("store:50051") == ("store", 50051)
+    assert findings.host_and_port("tcp://[::1]:5000") == ("::1", 5000)
     assert machine.devices("null", Path(os.devnull).parent) == ["null"]

@@ -13,7 +13,7 @@ import pytest
 from hosts.answers import Answers
 from hosts.bench import PATIENCE_S, Bench, MakeBench, Seen
 from layerflow.hosts.disk import backend as disk
-from layerflow.hosts.shared import service as monitor
+from layerflow.hosts.shared import service
 from layerflow.system.memfd import SharedMemory
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -61,6 +61,6 @@ def listener() -> Iterator[socket.socket]:
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Answers]:
-    monkeypatch.setattr(monitor, "HTTP_S", PATIENCE_S)
+    monkeypatch.setattr(service, "HTTP_S", PATIENCE_S)
     with Answers() as answers:
         yield answers

@@ -11,8 +11,7 @@ import pytest
 
 import layerflow
 import layerflow_cli
-from layerflow import backends
-from layerflow import findings as probes
+from layerflow import backends, findings
 from layerflow.backends import Plugin, canonical, installed, named
 from layerflow.config.fields import BackendOptions
 from layerflow.config.settings import Settings
@@ -33,7 +32,7 @@ def test_ours_are_installed_and_what_each_names_is_there(name):
 
 @pytest.mark.parametrize("name", ["memcache", "mooncake"])
 def test_a_trial_without_its_package_says_in_one_line_what_to_install(monkeypatch, tmp_path, name):
-    monkeypatch.setattr(probes, "has_module", lambda module: False)
+    monkeypatch.setattr(findings, "has_module", lambda module: False)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     plugin = installed()[name]
     with pytest.raises(Unsupported, match=r"pip install [a-z_-]+") as caught:

@@ -21,9 +21,7 @@ from hosts.bench import PATIENCE_S, Thing, key_of
 from hosts.fake_backend import NAME
 from hosts.served import Served, write
 from layerflow.hosts.backend import ObjectStatus
-from layerflow.server.tier import host as host_child
-from layerflow.server.tier import host as host_output
-from layerflow.server.tier import host as host_process
+from layerflow.server.tier import host as host_module
 from layerflow.wire.host_messages import (
     Ask,
     Down,
@@ -140,7 +138,7 @@ async def test_an_unusable_backend_is_tried_again_much_later(monkeypatch: pytest
 
 
 async def test_what_it_said_before_it_died_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_child, "_READ_BYTES", 16)  # the news of its death overtakes what it said
+    monkeypatch.setattr(host_module, "_READ_BYTES", 16)  # the news of its death overtakes what it said
     async with Served(unusable="the library is of 1970") as it:
         until_dead(it.host.state.pid)
         assert (await it.hear(Down)).fatal
@@ -307,7 +305,7 @@ async def test_a_server_that_was_stopped_itself_kills_nobody() -> None:
 
 
 async def test_a_host_that_does_not_stop_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_process, "KILL_S", 0.1)  # long before it ends by itself
+    monkeypatch.setattr(host_module, "KILL_S", 0.1)  # long before it ends by itself
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     async with Served(gates={"close": str(gate)}) as it:
@@ -320,7 +318,7 @@ async def test_a_host_that_does_not_stop_is_killed(tmp_path: Path, monkeypatch: 
 
 async def test_a_host_that_sigkill_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in an uninterruptible call: not lost, so what it was given stays its own; closing ends all the same."""
-    monkeypatch.setattr(host_process, "DEATH_S", 0.1)
+    monkeypatch.setattr(host_module, "DEATH_S", 0.1)
     async with Served() as it:
         await it.hear(Up)
         pid = it.host.state.pid
@@ -339,7 +337,7 @@ async def test_a_host_that_sigkill_does_not_end(monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_a_host_that_reads_nothing_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_child, "MAX_UNREAD_BYTES", 1 << 20)
+    monkeypatch.setattr(host_module, "MAX_UNREAD_BYTES", 1 << 20)
     async with Served({"liveness_s": 60.0}) as it:
         await it.hear(Up)
         stop(it.host.state.pid)
@@ -473,9 +471,9 @@ async def test_last_words_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_flood_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_output, "WINDOW_S", 100.0)
+    monkeypatch.setattr(host_module, "WINDOW_S", 100.0)
     log = Recorder(monkeypatch)
     async with Served(says=[f"line {number}" for number in range(1000)]) as it:
         await it.hear(Up)
-    assert len(log.fields("host_output")) == host_output.WINDOW_LINES
-    assert log.fields("host_output_dropped")[0]["lines"] == 1000 - host_output.WINDOW_LINES
+    assert len(log.fields("host_output")) == host_module.WINDOW_LINES
+    assert log.fields("host_output_dropped")[0]["lines"] == 1000 - host_module.WINDOW_LINES

@@ -12,7 +12,7 @@ from hosts.bench import PATIENCE_S
 from hosts.served import Served
 from layerflow.errors import Unsupported
 from layerflow.hosts.memcache import environment
-from layerflow.server.tier import host as host_process
+from layerflow.server.tier import host
 from layerflow.server.tier.host import HostState
 from layerflow.wire.host_messages import EndWrite, Up
 
@@ -26,7 +26,7 @@ class Failures:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.lost: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        monkeypatch.setattr(host_process, "log", self)
+        monkeypatch.setattr(host, "log", self)
 
     def info(self, event: str, **fields: Any) -> None:
         """Of no interest."""
@@ -51,8 +51,8 @@ async def test_an_environment_that_cannot_be_had_is_tried_again(monkeypatch: pyt
             raise failure
         return {}
 
-    monkeypatch.setattr(host_process, "takes_long", lambda backend: aside)
-    monkeypatch.setattr(host_process, "environment", sometimes)
+    monkeypatch.setattr(host, "takes_long", lambda backend: aside)
+    monkeypatch.setattr(host, "environment", sometimes)
     it = Served()
     async with it:
         said = await failed.next(), await failed.next()
@@ -95,8 +95,8 @@ async def test_nothing_is_started_after_the_end(monkeypatch: pytest.MonkeyPatch)
         assert gate.wait(PATIENCE_S)
         return {}
 
-    monkeypatch.setattr(host_process, "takes_long", lambda backend: True)
-    monkeypatch.setattr(host_process, "environment", build)
+    monkeypatch.setattr(host, "takes_long", lambda backend: True)
+    monkeypatch.setattr(host, "environment", build)
     others = threading.enumerate()  # that of another test may be about to end
     async with Served() as it:
         [building] = [thread for thread in threading.enumerate() if thread.name == THREAD and thread not in others]
@@ -114,7 +114,7 @@ async def test_a_machine_without_a_thread_to_spare(monkeypatch: pytest.MonkeyPat
             raise RuntimeError(reason)
         real(thread)
 
-    monkeypatch.setattr(host_process, "takes_long", lambda backend: True)
+    monkeypatch.setattr(host, "takes_long", lambda backend: True)
     monkeypatch.setattr(threading.Thread, "start", start)
     async with Served() as it:
         assert "new thread" in (await failed.next())["reason"]

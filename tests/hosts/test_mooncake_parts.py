@@ -27,7 +27,7 @@ from layerflow.hosts.mooncake.client import (
     reading,
     writing,
 )
-from layerflow.hosts.shared import service as monitor
+from layerflow.hosts.shared import service
 from layerflow.system.memfd import SharedMemory
 
 FOREVER = float("inf")
@@ -122,7 +122,7 @@ class TestMaster:
         with pytest.raises(Unreachable, match="answered 404"):
             master.check()
         master.close()
-        monkeypatch.setattr(monitor, "HTTP_S", 0.2)
+        monkeypatch.setattr(service, "HTTP_S", 0.2)
         deaf = Master(self.address(listener), f"http://{self.address(listener)}")
         with pytest.raises(Unreachable, match="timed out"):
             deaf.check()

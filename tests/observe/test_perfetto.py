@@ -3,7 +3,7 @@ from __future__ import annotations
 import itertools
 import json
 
-from layerflow.observe import trace as perfetto
+from layerflow.observe import trace as trace_module
 from layerflow.observe.trace import StepTrace
 
 
@@ -17,7 +17,7 @@ def trace(label: str, start: float) -> StepTrace:
 
 
 def test_every_event_has_what_the_format_asks_for() -> None:
-    rendered = json.loads(json.dumps(perfetto.render([trace("a", 50.0), trace("b", 90.0)])))
+    rendered = json.loads(json.dumps(trace_module.render([trace("a", 50.0), trace("b", 90.0)])))
     assert set(rendered) == {"traceEvents", "displayTimeUnit"}
     assert rendered["displayTimeUnit"] == "ms"
     for event in rendered["traceEvents"]:
@@ -31,7 +31,7 @@ def test_every_event_has_what_the_format_asks_for() -> None:
 
 
 def test_times_are_microseconds_from_each_traces_start() -> None:
-    events = perfetto.render([trace("a", 50.0), trace("b", 90.0)])["traceEvents"]
+    events = trace_module.render([trace("a", 50.0), trace("b", 90.0)])["traceEvents"]
     computes = [event for event in events if event.get("cat") == "compute"]
     assert [(event["pid"], event["ts"], event["dur"]) for event in computes] == [(1, 0.0, 10_000.0), (2, 0.0, 10_000.0)]
     load = next(event for event in events if event.get("cat") == "load" and event["args"]["layer"] == 1)
@@ -39,7 +39,7 @@ def test_times_are_microseconds_from_each_traces_start() -> None:
 
 
 def test_threads_are_named_and_their_events_never_overlap() -> None:
-    events = perfetto.render([trace("a", 50.0)])["traceEvents"]
+    events = trace_module.render([trace("a", 50.0)])["traceEvents"]
     names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert sorted(names.values()) == ["compute", "load", "load 2"]
     for tid in names:
@@ -49,4 +49,4 @@ def test_threads_are_named_and_their_events_never_overlap() -> None:
 
 
 def test_nothing_is_valid_too() -> None:
-    assert perfetto.render([]) == {"traceEvents": [], "displayTimeUnit": "ms"}
+    assert trace_module.render([]) == {"traceEvents": [], "displayTimeUnit": "ms"}

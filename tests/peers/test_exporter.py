@@ -15,8 +15,8 @@ import pytest
 import structlog
 from e2e.known import eventually
 
-from layerflow.hosts.peer import exporter as serving
-from layerflow.hosts.peer import link as streams
+from layerflow.hosts.peer import exporter
+from layerflow.hosts.peer import link as link_module
 from layerflow.hosts.peer.exporter import MAX_GREETING, MAX_LINKS_OF_READER, Links
 from layerflow.hosts.peer.grants import Grants, RangeSeal
 from layerflow.hosts.peer.link import LinkClosed, LinkFailed, LinkStalled, greeted, receive
@@ -192,7 +192,7 @@ def test_strangers_are_bounded_where_their_threads_end_late(
         later.wait(30)
         raise LinkClosed("late")
 
-    monkeypatch.setattr(serving, "greet", late)
+    monkeypatch.setattr(exporter, "greet", late)
     try:
         strangers = [socket.create_connection(("127.0.0.1", exporting.links.port)) for _ in range(2 * MAX_GREETING)]
         for stranger in strangers[:MAX_GREETING]:
@@ -208,7 +208,7 @@ def test_a_connection_that_greets_too_slowly_is_hung_up_on(
     exporting: Exporting, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """As a health check does that only connects."""
-    monkeypatch.setattr(serving, "GREETING_S", 0.05)
+    monkeypatch.setattr(exporter, "GREETING_S", 0.05)
     with socket.create_connection(("127.0.0.1", exporting.links.port)) as link:
         refused(link)
     assert eventually(lambda: exporting.links.statistics()["greeting_links"] == 0)
@@ -230,7 +230,7 @@ def test_a_reader_that_leaks_links_loses_those_that_are_idle_longest(exporting: 
 
 
 def test_a_link_that_asks_for_nothing_is_hung_up_on(exporting: Exporting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "IDLE_S", 0.05)
+    monkeypatch.setattr(exporter, "IDLE_S", 0.05)
     with exporting.connect() as link:
         refused(link)
     assert eventually(lambda: exporting.open_links() == 0)
@@ -247,7 +247,7 @@ def test_an_accept_that_fails_is_tried_again(
             raise failed
         return accept(listener)
 
-    monkeypatch.setattr(serving, "PAUSE_S", 0.01)
+    monkeypatch.setattr(exporter, "PAUSE_S", 0.01)
     monkeypatch.setattr(socket.socket, "accept", failing)
     for _ in range(3):
         with exporting.connect() as link:
@@ -266,7 +266,7 @@ def test_a_connection_without_a_thread_is_closed_and_the_next_one_is_served(
         def start(self) -> None:
             raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(serving.threading, "Thread", NoThread)
+    monkeypatch.setattr(exporter.threading, "Thread", NoThread)
     with socket.create_connection(("127.0.0.1", exporting.links.port)) as link:
         refused(link)
     with exporting.connect() as link:
@@ -323,8 +323,8 @@ def test_a_lease_that_is_withdrawn_ends_reads_that_hang(exporting: Exporting) ->
 
 def test_a_reader_that_does_not_read_is_hung_up_on(exporting: Exporting, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lease may hold for an hour: until then each of its links would keep a thread, and the lease from ending."""
-    monkeypatch.setattr(streams, "SEND_STALL_S", 0.2)
-    monkeypatch.setattr(streams, "LEAST_BANDWIDTH", 1 << 10)  # however late its thread is, that is not too little
+    monkeypatch.setattr(link_module, "SEND_STALL_S", 0.2)
+    monkeypatch.setattr(link_module, "LEAST_BANDWIDTH", 1 << 10)  # however late its thread is, that is not too little
     with structlog.testing.capture_logs() as logged, exporting.connect() as link:
         link.settimeout(0.05)
         threads = threading.active_count()
@@ -339,11 +339,11 @@ def test_a_reader_that_does_not_read_is_hung_up_on(exporting: Exporting, monkeyp
 
 
 def test_who_takes_a_byte_at_a_time_does_not_hold_up_a_sender_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "SEND_STALL_S", 0.0)
-    monkeypatch.setattr(streams, "LEAST_BANDWIDTH", 1 << 60)
+    monkeypatch.setattr(link_module, "SEND_STALL_S", 0.0)
+    monkeypatch.setattr(link_module, "LEAST_BANDWIDTH", 1 << 60)
     slow = Mock(sendmsg=lambda parts: 1)
     with pytest.raises(LinkStalled, match="bytes were not taken in the time there was"):
-        streams.send(slow, [bytes(1000)])
+        link_module.send(slow, [bytes(1000)])
 
 
 def test_layers_that_are_not_stored_yet_are_not_read(exporting: Exporting) -> None:

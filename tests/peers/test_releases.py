@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from layerflow.server.peers import source as module
+from layerflow.server.peers import source
 from layerflow.server.peers.attachment import Attachment
 from layerflow.server.peers.source import PeerReleases
 from layerflow.wire.messages import PeerReleaseHandoff
@@ -93,7 +93,7 @@ async def test_when_its_time_is_up_nobody_is_told(
     timers: list[tuple[float, Callable[[], None]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [time.monotonic()]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(source.time, "monotonic", lambda: now[0])
     releases, peer = PeerReleases(), FakePeer("p")
     tell(releases, peer, "short", 1.0)
     tell(releases, peer, "long")
@@ -108,10 +108,10 @@ async def test_when_its_time_is_up_nobody_is_told(
 async def test_past_a_number_the_oldest_is_given_up() -> None:
     releases, one, other = PeerReleases(), FakePeer("one"), FakePeer("other")
     tell(releases, one, "oldest")
-    for number in range(module.MAX_WAITING):
+    for number in range(source.MAX_WAITING):
         tell(releases, other, f"h{number}")
-    assert len(releases) == module.MAX_WAITING
+    assert len(releases) == source.MAX_WAITING
     up(releases, one)
     up(releases, other)
-    assert one.told == [] and len(other.told) == module.MAX_WAITING
+    assert one.told == [] and len(other.told) == source.MAX_WAITING
     releases.close()

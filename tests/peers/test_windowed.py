@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from layerflow.hosts.backend import ObjectLocation, ObjectStatus
-from layerflow.hosts.peer import windowed as reading
+from layerflow.hosts.peer import windowed
 from layerflow.hosts.peer.exporter import Links
 from layerflow.hosts.peer.grants import Grants
 from layerflow.hosts.peer.windowed import (
@@ -129,7 +129,7 @@ class Both:
 
 @pytest.fixture
 def both(monkeypatch: pytest.MonkeyPatch) -> Iterator[Both]:
-    monkeypatch.setattr(reading, "_hanging", [])
+    monkeypatch.setattr(windowed, "_hanging", [])
     Local.mode = ""
     yield Both()
 
@@ -180,12 +180,12 @@ def test_too_many_reads_that_hang_end_the_process(both: Both, monkeypatch: pytes
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
     Local.mode = "hangs"
-    for _ in range(reading.MAX_HANGING + 1):
+    for _ in range(windowed.MAX_HANGING + 1):
         link = both.connect()
         with pytest.raises(Hanging):
             both.read(link, 0, 1)
         link.close()
-    assert ended == [reading.HUNG]
+    assert ended == [windowed.HUNG]
 
 
 def test_what_was_altered_in_a_window_does_not_count_nor_land(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:

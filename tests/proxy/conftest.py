@@ -2,7 +2,7 @@
 
 import pytest
 
-from layerflow.proxy import legs as usage
+from layerflow.proxy import legs
 
 
 @pytest.fixture
@@ -11,4 +11,4 @@ def prefills_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Side by side a decoder may answer first; its request would then end before the prefill has, or has even arrived.
     """
-    monkeypatch.setattr(usage, "_WAIT_S", 60.0)
+    monkeypatch.setattr(legs, "_WAIT_S", 60.0)

@@ -17,8 +17,7 @@ from layerflow.config.settings import Settings
 from layerflow.errors import RemoteError
 from layerflow.flow.events import Direction
 from layerflow.places import NOWHERE
-from layerflow.server import EmbeddedServer
-from layerflow.server import terms as behind
+from layerflow.server import EmbeddedServer, terms
 from layerflow.wire import messages as wire
 from layerflow.wire.packing import pack_u32, unpack_u32, unpack_u64
 
@@ -62,8 +61,8 @@ class Worker:
 def context(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmbeddedServer]:
     tests = Path(__file__).resolve().parents[1]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tests), os.environ.get("PYTHONPATH")))))
-    monkeypatch.setattr(behind, "tier_of", lambda settings: (NAME, {}))
-    monkeypatch.setattr(behind, "direct_options", lambda settings: OPTIONS)
+    monkeypatch.setattr(terms, "tier_of", lambda settings: (NAME, {}))
+    monkeypatch.setattr(terms, "direct_options", lambda settings: OPTIONS)
     server = {"drain_timeout_s": 0.2, "liveness_ms": 60_000}  # these workers send no heartbeats
     with EmbeddedServer(Settings(pool={"size": "1MiB"}, server=server)) as context:
         # Its host is a process that has to be started: on a machine whose cores are taken that may take half a minute.

@@ -14,7 +14,7 @@ from layerflow.agent import Control
 from layerflow.config.settings import Settings
 from layerflow.errors import DeadlineExceeded, LayerflowError
 from layerflow.server import EmbeddedServer
-from layerflow.server.tier import host as process
+from layerflow.server.tier import host
 from layerflow.spec import Shard
 from server.support import Embed, observe, worker_on
 
@@ -83,8 +83,8 @@ def test_a_server_whose_host_sigkill_does_not_end_ends_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in an uninterruptible call of a disk's driver; the error says what still holds the arena's memory."""
-    monkeypatch.setattr(process, "KILL_S", 0.1)
-    monkeypatch.setattr(process, "DEATH_S", 0.1)
+    monkeypatch.setattr(host, "KILL_S", 0.1)
+    monkeypatch.setattr(host, "DEATH_S", 0.1)
     disk = {"path": str(tmp_path), "capacity": "4MiB"}
     server = EmbeddedServer(Settings(pool={"size": "4MiB", "disk": disk}, server={"drain_timeout_s": 0.1}))
     tier = lambda: server.call(server.server.status)["tier"]  # type: ignore[index] # noqa: E731

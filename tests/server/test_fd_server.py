@@ -15,8 +15,7 @@ from e2e.known import eventually, small_spec
 from layerflow.agent.handshake import Handshake, dial, fetch_arena, fetch_presence
 from layerflow.errors import RemoteError, ServerLost, Unsupported
 from layerflow.pool.memory import MemoryPool
-from layerflow.server import EmbeddedServer
-from layerflow.server import clients as clients_module
+from layerflow.server import EmbeddedServer, clients
 from layerflow.server.transport import fd_server as fd_server_module
 from layerflow.system.memfd import SharedMemory
 from layerflow.wire.messages import Attach, Bye, Missed, Welcome
@@ -175,7 +174,7 @@ def test_only_a_process_in_another_namespace_is_trusted_without_a_pidfd(
 def test_who_takes_the_arena_and_does_not_attach_is_hung_up_on(
     server: EmbeddedServer, visitor: Visitor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clients_module, "ATTACH_S", 0.0)
+    monkeypatch.setattr(clients, "ATTACH_S", 0.0)
     connection, fd, _ = fetch_arena(visitor.door, visitor.welcome.token, visitor.deadline)
     os.close(fd)
     connection.settimeout(PATIENCE_S)

@@ -15,8 +15,7 @@ from hosts.fake_backend import NAME
 from layerflow.agent import Control
 from layerflow.agent.agent import REPLACED
 from layerflow.errors import SpecError
-from layerflow.server import EmbeddedServer
-from layerflow.server import terms as behind_arena
+from layerflow.server import EmbeddedServer, terms
 from server.support import Embed, observe, worker_on
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -86,9 +85,7 @@ def behind(embed: Embed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     def start(method: str) -> World:
         path = tmp_path / method
         gate = Gate(path)
-        monkeypatch.setattr(
-            behind_arena, "tier_of", lambda _: (NAME, {"gates": {method: str(path)}, "timeout_ms": 30_000})
-        )
+        monkeypatch.setattr(terms, "tier_of", lambda _: (NAME, {"gates": {method: str(path)}, "timeout_ms": 30_000}))
         worlds.append(World(embed, gate))
         return worlds[-1]
 

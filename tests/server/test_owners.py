@@ -13,7 +13,7 @@ from e2e.known import eventually, small_spec
 
 from layerflow.config.peers import MAX_ATTACHED
 from layerflow.server import EmbeddedServer
-from layerflow.server.peers import handoffs as reading
+from layerflow.server.peers import handoffs
 from layerflow.server.peers import peers as peers_module
 from layerflow.server.peers.attachment import Attachment
 from layerflow.wire import codec
@@ -28,7 +28,7 @@ SPEC = small_spec(2, content="owners")
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """An importer has all the time that a busy machine needs to start it."""
-    monkeypatch.setattr(reading, "GRACE_S", 60.0)
+    monkeypatch.setattr(handoffs, "GRACE_S", 60.0)
 
 
 class Owner:
@@ -135,7 +135,7 @@ def test_an_owner_that_cannot_be_read_fails_its_hand_offs_at_once(
     embed: Embed, owner_of: Callable[..., Owner], link: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Long before the lookup's own deadline, which is an hour here: an exporter has a moment to start anew."""
-    monkeypatch.setattr(reading, "GRACE_S", 0.1)
+    monkeypatch.setattr(handoffs, "GRACE_S", 0.1)
     server, owner = embed(peers__learn=True), owner_of(link)
     client = RawClient(server.context, server.endpoint, SPEC)
     for number in range(3):

@@ -10,8 +10,7 @@ import pytest
 from e2e.known import eventually, small_spec
 from hosts.fake_backend import NAME
 
-from layerflow.server import EmbeddedServer
-from layerflow.server import terms as behind
+from layerflow.server import EmbeddedServer, terms
 from server.support import Embed, observe, worker_on
 
 CHUNKS, CHUNK = 8, 16
@@ -27,7 +26,7 @@ def slow(embed: Embed, monkeypatch: pytest.MonkeyPatch):
 
     def start(bytes_per_s: dict[str, float], **pool: Any) -> EmbeddedServer:
         options = {"bytes_per_s": bytes_per_s, "timeout_ms": pool.get("host_timeout_ms", 5000)}
-        monkeypatch.setattr(behind, "tier_of", lambda settings: (NAME, options))
+        monkeypatch.setattr(terms, "tier_of", lambda settings: (NAME, options))
         return embed(
             pool={"size": "32MiB", "lookup_timeout_ms": 4000, **pool},
             transfer={"max_transfer_bytes": 2 * LAYER_BYTES, "step_timeout_ms": 60_000},

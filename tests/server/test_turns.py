@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from layerflow.server import clients as turns
+from layerflow.server import clients
 from layerflow.server.account import Account, Accounts, Allowance, Refused
 from layerflow.server.clients import MAX_WAITING, Turns, Work
 
@@ -47,7 +47,7 @@ async def test_a_short_message_is_done_at_once(account: Open) -> None:
 
 
 async def test_clients_take_turns_and_each_stays_in_order(monkeypatch: pytest.MonkeyPatch, account: Open) -> None:
-    monkeypatch.setattr(turns, "SLICE_S", 0.0)  # a slice ends at the first stop
+    monkeypatch.setattr(clients, "SLICE_S", 0.0)  # a slice ends at the first stop
     log: list[str] = []
     pending = Turns()
     pending.start(account(1), work(log, "a", 3))
@@ -60,7 +60,7 @@ async def test_clients_take_turns_and_each_stays_in_order(monkeypatch: pytest.Mo
 
 
 async def test_a_lost_client_s_messages_are_closed(monkeypatch: pytest.MonkeyPatch, account: Open) -> None:
-    monkeypatch.setattr(turns, "SLICE_S", 0.0)
+    monkeypatch.setattr(clients, "SLICE_S", 0.0)
     log: list[str] = []
     pending = Turns()
     pending.start(account(1), work(log, "a", 3))
@@ -70,7 +70,7 @@ async def test_a_lost_client_s_messages_are_closed(monkeypatch: pytest.MonkeyPat
 
 
 async def test_a_message_that_raises_costs_only_itself(monkeypatch: pytest.MonkeyPatch, account: Open) -> None:
-    monkeypatch.setattr(turns, "SLICE_S", 0.0)
+    monkeypatch.setattr(clients, "SLICE_S", 0.0)
     caught: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: caught.append(context["exception"]))
 
@@ -82,14 +82,14 @@ async def test_a_message_that_raises_costs_only_itself(monkeypatch: pytest.Monke
     pending = Turns()
     pending.start(account(1), broken())
     pending.start(account(1), work(log, "b", 0))
-    monkeypatch.setattr(turns, "SLICE_S", 1.0)
+    monkeypatch.setattr(clients, "SLICE_S", 1.0)
     await asyncio.wait_for(run(pending), 10)
     assert [type(error) for error in caught] == [KeyError]
     assert log == ["b."]
 
 
 async def test_what_may_wait_is_bounded(monkeypatch: pytest.MonkeyPatch, account: Open) -> None:
-    monkeypatch.setattr(turns, "SLICE_S", 0.0)
+    monkeypatch.setattr(clients, "SLICE_S", 0.0)
     pending = Turns()
     pending.start(account(1), work([], "a", 1), 1)
     with pytest.raises(Refused, match=r"server\.max_client_bytes"):

@@ -9,7 +9,6 @@ from pydantic import Field, create_model, field_validator, model_validator
 from layerflow.backends import broken, canonical, installed
 from layerflow.config.fields import BackendOptions, Real, Section, Size, Whole, setting
 from layerflow.system import machine
-from layerflow.system import machine as numa
 
 MEMORY = "memory"
 """The backend that is none: the arena is all there is, unless a section chooses its backend by itself."""
@@ -39,7 +38,7 @@ class _OwnPoolSettings(Section):
     warm: bool = setting(True, "Touch the arena's pages in the background at start, so that no transfer pays for them.")
     hugepages: bool = setting(False, "Back the arena with huge pages; they must be reserved on the machine.")
     numa: str = setting(
-        numa.AUTO,
+        machine.NUMA_AUTO,
         "Memory node of the arena: auto (near the accelerators; in turn where they are on several), off, or a number.",
     )
     lease_ms: Whole = setting(
@@ -98,7 +97,7 @@ class _OwnPoolSettings(Section):
     @classmethod
     def _node(cls, value: object) -> str:
         named = str(value).strip().lower()
-        if named not in (numa.AUTO, numa.OFF) and not (named.isdecimal() and int(named) < 1024):
+        if named not in (machine.NUMA_AUTO, machine.NUMA_OFF) and not (named.isdecimal() and int(named) < 1024):
             raise ValueError(f"{value!r}: must be auto, off, or the number of a node")
         return named
 

@@ -14,16 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from layerflow import findings as probes
+from layerflow import findings
 from layerflow.agent.observer import fetch_status
 from layerflow.config.settings import PoolSettings, ServerSettings, check_private
 from layerflow.endpoint import socket_directory
 from layerflow.errors import ConfigError, LayerflowError
 from layerflow.findings import Finding, arena_fits, ok, problem, size_text, warning
 from layerflow.http_server import MAX_CONNECTIONS
-from layerflow.system import machine
-from layerflow.system import machine as numa
-from layerflow.system import unix_sockets as peer
+from layerflow.system import machine, unix_sockets
 from layerflow.system.descriptors import FLOOR
 from layerflow.system.machine import existing
 from layerflow.system.memfd import HUGE_PAGE_BYTES
@@ -209,7 +207,7 @@ def _huge_pages(nbytes: int, held: int) -> Finding:
 def _node(setting: str) -> Finding:
     check = "memory node"
     try:
-        return ok(check, f"arena on {numa.here(setting)}")
+        return ok(check, f"arena on {machine.here(setting)}")
     except ConfigError as error:
         return problem(check, str(error), "pool.numa = auto")
 
@@ -247,7 +245,7 @@ def _python() -> Finding:
 
 def _other_containers() -> Finding:
     check = "other containers"
-    if peer.sees_other_namespaces():
+    if unix_sockets.sees_other_namespaces():
         return ok(check, "the death of an engine is seen in any pid namespace")
     return warning(
         check,
@@ -266,8 +264,8 @@ def _libraries() -> Finding:
         match = _REQUIREMENT.match(requirement)
         if "extra ==" in requirement or match is None:
             continue
-        version = probes.installed(match[1])
-        if version is not None and not (match[2] and probes.release(version) < probes.release(match[2])):
+        version = findings.installed(match[1])
+        if version is not None and not (match[2] and findings.release(version) < findings.release(match[2])):
             found.append(f"{match[1]} {version}")
             continue
         wanted.append(f"'{requirement}'")
@@ -281,7 +279,7 @@ def _libraries() -> Finding:
 
 
 def _torch() -> Finding:
-    version = probes.installed("torch")
+    version = findings.installed("torch")
     return ok("torch", version or "not installed; only engines, `layerflow demo` and most of `layerflow bench` need it")
 
 

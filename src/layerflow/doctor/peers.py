@@ -14,7 +14,7 @@ from typing import Any
 
 import zmq
 
-from layerflow import findings as probes
+from layerflow import findings
 from layerflow.config.peers import PeerAddress
 from layerflow.config.settings import Settings
 from layerflow.errors import ConfigError, LayerflowError, VersionMismatch
@@ -48,12 +48,12 @@ def _link(settings: Settings) -> Iterator[Finding]:
     name = settings.peers.link
     plugin, check = links()[name], f"link {name}"
     if plugin.library:
-        found = probes.installed(plugin.package) or ""
-        if not probes.has_module(plugin.library):
+        found = findings.installed(plugin.package) or ""
+        if not findings.has_module(plugin.library):
             yield problem(check, f"{plugin.library} is not installed", f"pip install '{plugin.package}' on both sides")
-        elif why := probes.child(f"import {plugin.probe}"):
+        elif why := findings.child(f"import {plugin.probe}"):
             yield problem(check, f"{plugin.probe} cannot be imported: {why}", "install what it lacks")
-        elif found and probes.release(found) < probes.release(plugin.version):
+        elif found and findings.release(found) < findings.release(plugin.version):
             yield problem(
                 check, f"{plugin.package} {found} is too old", f"pip install '{plugin.package}>={plugin.version}'"
             )

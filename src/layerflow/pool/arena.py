@@ -16,7 +16,7 @@ import numpy.typing as npt
 import structlog
 
 from layerflow.errors import ExtentError, Unsupported
-from layerflow.system.machine import OFF, free_bytes, here, place
+from layerflow.system.machine import NUMA_OFF, free_bytes, here, place
 from layerflow.system.memfd import POPULATE_PIECE_BYTES, SharedMemory
 
 log = structlog.get_logger(__name__)
@@ -39,7 +39,7 @@ class Arena:
     :ivar placed: on which nodes it is, or why on none.
     """
 
-    def __init__(self, nbytes: int, hugepages: bool = False, numa: str = OFF) -> None:
+    def __init__(self, nbytes: int, hugepages: bool = False, numa: str = NUMA_OFF) -> None:
         placement = here(numa)
         self._open(SharedMemory.create(nbytes, name="layerflow-arena", hugepages=hugepages))
         self.placed = str(placement)

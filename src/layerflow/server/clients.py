@@ -19,7 +19,7 @@ from layerflow.config.settings import Settings
 from layerflow.errors import ProtocolError
 from layerflow.expiring import ExpiringSet
 from layerflow.keys import covered_by
-from layerflow.server import terms as behind
+from layerflow.server import terms
 from layerflow.server.account import Account, Accounts, Charge, Refused
 from layerflow.server.transport.fd_server import TOKEN_BYTES
 from layerflow.spec import ModelSpec
@@ -330,7 +330,7 @@ class Clients:
                 server.heartbeat_ms,
                 server.liveness_ms,
                 settings.pool.lease_ms,
-                behind.direct_options(settings) if address[0] == LOCAL else "",
+                terms.direct_options(settings) if address[0] == LOCAL else "",
             ),
         )
 

@@ -26,7 +26,7 @@ from layerflow.observe.slow_steps import SlowSteps
 from layerflow.pool.arena import Arena, Warmer
 from layerflow.pool.covering import CoveringPool
 from layerflow.presence import PresenceWriter
-from layerflow.server import terms as behind
+from layerflow.server import terms
 from layerflow.server.account import Accounts, Allowance
 from layerflow.server.clients import LOCAL, REMOTE, Address, Clients, ClientSession, Sessions, Turns, Work
 from layerflow.server.driver import Driver
@@ -147,7 +147,7 @@ class Server:
 
     def __init__(self, settings: Settings, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:
         self.settings = settings
-        tier = behind.tier_of(settings)
+        tier = terms.tier_of(settings)
         _check_memory(settings)
         self.metrics = Metrics()
         self.started_at = time.time()
@@ -222,7 +222,7 @@ class Server:
             tier=sources,
             turns=self.turns,
             peers=self.peers,
-            direct=bool(behind.direct_options(settings)),
+            direct=bool(terms.direct_options(settings)),
         )
         self._handlers = Handlers(self._server_context)
         self.metrics.limits(self._limits(settings))

@@ -129,7 +129,7 @@ def rdma_devices(root: Path = Path("/sys/class/infiniband")) -> list[str]:
 
 NODES = Path("/sys/devices/system/node")
 PCI = Path("/sys/bus/pci/devices")
-AUTO, OFF = "auto", "off"
+NUMA_AUTO, NUMA_OFF = "auto", "off"
 _ACCELERATORS = {("0x10de", "0x0300"), ("0x10de", "0x0302"), ("0x19e5", "0x1200")}
 """Vendor and class of PCI devices: NVIDIA's GPUs with and without a display, Huawei's NPUs."""
 
@@ -166,9 +166,9 @@ def placement(setting: str, nodes: Iterable[int], of_devices: Iterable[int]) -> 
     :raises ConfigError: there is no such node.
     """
     there = tuple(sorted(set(nodes)))
-    if setting == OFF:
+    if setting == NUMA_OFF:
         return Placement((), "pool.numa is off")
-    if setting != AUTO:
+    if setting != NUMA_AUTO:
         if int(setting) not in there:
             known = ", ".join(map(str, there)) or "none that this machine tells of"
             raise ConfigError(f"pool.numa = {setting}: no such node with memory; there are: {known}")

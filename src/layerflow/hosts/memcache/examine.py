@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerflow import findings as probes
+from layerflow import findings
 from layerflow.config.fields import is_loopback
 from layerflow.config.settings import PoolSettings, parse_size
 from layerflow.errors import ConfigError, Unsupported
@@ -62,18 +62,18 @@ def examine(settings: MemcacheSettings, pool: PoolSettings, running: bool) -> It
 
 def _packages() -> Iterator[Finding]:
     check = "memcache packages"
-    versions = {name: probes.installed(name) for name in ("memcache_hybrid", "memfabric_hybrid")}
+    versions = {name: findings.installed(name) for name in ("memcache_hybrid", "memfabric_hybrid")}
     missing = [name for name, version in versions.items() if version is None]
     if missing:
         yield problem(check, f"not installed: {', '.join(missing)}", _INSTALL)
         return
     found = ", ".join(f"{name} {version}" for name, version in versions.items())
-    releases = {probes.release(version or "") for version in versions.values()}
+    releases = {findings.release(version or "") for version in versions.values()}
     if len(releases) > 1:
         yield problem(check, f"{found}: these do not work together", "install the same version of both")
     elif not _OLDEST <= min(releases)[:2] < _BEFORE:
         yield problem(check, f"{found}: layerflow works with 1.3", _INSTALL)
-    elif why := probes.child(_IMPORT):
+    elif why := findings.child(_IMPORT):
         yield problem(check, f"{found} cannot be used: {why}", f"{_INSTALL} --force-reinstall")
     else:
         yield ok(check, found)
@@ -127,7 +127,7 @@ def _meta_service(settings: MemcacheSettings, wanted: _Wanted) -> Iterator[Findi
         ("memcache meta service", wanted.meta, "meta_service_url"),
         ("memcache config store", wanted.store, "config_store_url"),
     ):
-        why = probes.connects(url) if url else ""
+        why = findings.connects(url) if url else ""
         if why:
             advice = f"start the MetaService, or correct {key}"
             yield problem(check, f"{url} cannot be reached: {why}", advice)
@@ -138,7 +138,7 @@ def _meta_service(settings: MemcacheSettings, wanted: _Wanted) -> Iterator[Findi
 
 
 def _health(url: str) -> Finding:
-    why, body = probes.http_get(url)
+    why, body = findings.http_get(url)
     if not why and not ready(body):
         why = f"not ready: {body[:120].decode(errors='replace')!r}"
     if why:

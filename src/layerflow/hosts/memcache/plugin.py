@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import field_validator, model_validator
 
-from layerflow import findings as probes
+from layerflow import findings
 from layerflow.backends import LEAST_TRIAL_BYTES, Plugin, Trial, free_ports
 from layerflow.config.fields import (
     BackendOptions,
@@ -129,7 +129,7 @@ def trial(options: MemcacheSettings, folder: Path, nbytes: int, running: bool) -
 
     :raises Unsupported: the package is not installed.
     """
-    if not probes.has_module("memcache_hybrid"):
+    if not findings.has_module("memcache_hybrid"):
         raise Unsupported("memcache's packages are not installed: pip install memcache_hybrid memfabric_hybrid")
     hcom, other_hcom, meta, store, http_port = free_ports(5)
     emulated = bool(options.cann_emulator)

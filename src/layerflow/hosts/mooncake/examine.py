@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from layerflow import findings as probes
+from layerflow import findings
 from layerflow.config.settings import PoolSettings
 from layerflow.findings import Finding, fits, ok, problem, warning
 from layerflow.hosts.mooncake.plugin import MooncakeSettings
@@ -36,19 +36,19 @@ def examine(settings: MooncakeSettings, pool: PoolSettings, running: bool) -> It
 
 def _package() -> Iterator[Finding]:
     check = "mooncake package"
-    if not probes.has_module("mooncake"):
+    if not findings.has_module("mooncake"):
         yield problem(check, "not installed", _INSTALL)
         return
-    name, version = probes.distribution_of("mooncake") or ("mooncake", "")
-    if version and probes.release(version) < _OLDEST:
+    name, version = findings.distribution_of("mooncake") or ("mooncake", "")
+    if version and findings.release(version) < _OLDEST:
         yield problem(check, f"{name} {version} has no sessions; 0.3.13 is the first that has", f"{_INSTALL} --upgrade")
         return
-    why = probes.child(_VERBS)
+    why = findings.child(_VERBS)
     if why:
         yield problem("libibverbs", f"libibverbs.so.1 cannot be loaded: {why}", "apt-get install libibverbs1")
         return
     yield ok("libibverbs", "libibverbs.so.1 can be loaded")
-    why = probes.child(_SESSIONS)
+    why = findings.child(_SESSIONS)
     if why:
         yield problem(check, f"{name} {version} cannot be used: {why}", f"{_INSTALL} --upgrade")
     else:
@@ -56,7 +56,7 @@ def _package() -> Iterator[Finding]:
 
 
 def _master(settings: MooncakeSettings) -> Finding:
-    why = probes.connects(settings.master)
+    why = findings.connects(settings.master)
     if why:
         return problem(
             "mooncake master",
@@ -68,7 +68,7 @@ def _master(settings: MooncakeSettings) -> Finding:
 
 def _health(settings: MooncakeSettings) -> Finding:
     url = settings.metrics.rstrip("/") + "/health"
-    why, _ = probes.http_get(url)
+    why, _ = findings.http_get(url)
     if why:
         advice = 'look at the master\'s log, or correct pool.mooncake.metrics ("" = do not ask)'
         return problem("mooncake health", f"{url}: {why}", advice)
