@@ -17,8 +17,8 @@ from itertools import islice
 from layerflow.errors import PoolError
 from layerflow.keys import DIGEST_BYTES
 from layerflow.places import NO_PLACE
-from layerflow.pool.base import Child, Located, NewObject, Owner, Tail
-from layerflow.pool.chunk_index import ANY_LENGTH, SharedBlocks, Tails
+from layerflow.pool.base import Located, NewObject, Owner
+from layerflow.pool.chunk_index import ChunkIndex
 from layerflow.pool.eviction import Evictable
 from layerflow.pool.slots import ByOffset
 from layerflow.presence import PresenceWriter, tail_marks
@@ -54,10 +54,6 @@ class DirectoryEntry(Evictable):
         self.writer = writer
 
 
-def _tail(entry: DirectoryEntry) -> Tail:
-    return Tail(entry.located.tokens, entry.key)
-
-
 class OwnerPins:
     """What one owner pins, until when: a lease is one of these, however many objects it holds."""
 
@@ -73,7 +69,6 @@ class Directory:
     """All entries, by key, by offset, by owner. Methods that unpin return what nobody pins any more.
 
     :param nbytes: of the arena.
-
     :param presence: kept in step: it holds exactly the keys of ready entries, and the parents that have tails.
     """
 
@@ -85,9 +80,8 @@ class Directory:
         self.pinned = 0  #: entries with a pin, hidden ones included
         self.pinned_bytes = 0  #: their room
         self._hidden: dict[bytes, dict[DirectoryEntry, None]] = {}
-        self._tails = Tails()
+        self.chunks = ChunkIndex()  #: of ready entries
         self._tail_counts: Counter[tuple[bytes, int]] = Counter()  # by parent and mark, see tail_marks
-        self._shared = SharedBlocks()
         self._pins: dict[Owner, OwnerPins] = {}
         self._reserved: dict[Owner, dict[DirectoryEntry, None]] = {}
         self._due: list[tuple[float, int, Owner]] = []
@@ -114,12 +108,13 @@ class Directory:
         presence = self.presence
         if presence is not None:
             presence.add(entry.key)
-        if entry.block_digests:
-            only = self._shared.add(Child(entry.located.tokens, entry.key, entry.block_digests))
-            if presence is not None and only:
-                presence.add_block(entry.block_digests[:DIGEST_BYTES])
+        if not (entry.parent or entry.block_digests):
+            return
+        block = entry.block_digests[:DIGEST_BYTES]
+        if presence is not None and block and not self.chunks.begins(block):
+            presence.add_block(block)
+        self.chunks.add(entry.key, entry.located.tokens, entry.parent, entry.block_digests)
         if entry.parent:
-            self._tails.add(entry.parent, _tail(entry), digested=bool(entry.block_digests))
             for mark in tail_marks(entry.located.tokens):
                 self._tail_counts[entry.parent, mark] += 1
                 if presence is not None and self._tail_counts[entry.parent, mark] == 1:
@@ -171,26 +166,19 @@ class Directory:
         presence = self.presence
         if presence is not None:
             presence.discard(entry.key)
-        if entry.block_digests:
-            last = self._shared.discard(entry.key)
-            if presence is not None and last:
-                presence.discard_block(entry.block_digests[:DIGEST_BYTES])
+        if not (entry.parent or entry.block_digests):
+            return
+        self.chunks.discard(entry.key, entry.located.tokens, entry.parent, entry.block_digests)
+        block = entry.block_digests[:DIGEST_BYTES]
+        if presence is not None and block and not self.chunks.begins(block):
+            presence.discard_block(block)
         if entry.parent:
-            self._tails.discard(entry.parent, _tail(entry), digested=bool(entry.block_digests))
             for mark in tail_marks(entry.located.tokens):
                 self._tail_counts[entry.parent, mark] -= 1
                 if not self._tail_counts[entry.parent, mark]:
                     del self._tail_counts[entry.parent, mark]
                     if presence is not None:
                         presence.discard_tails(entry.parent, mark)
-
-    def tails(self, parent: bytes, most: int = ANY_LENGTH, *, undigested: bool = False) -> Iterator[Tail]:
-        """Ready partial chunks after `parent`; parameters as :meth:`.Tails.after`, whose order they have."""
-        return self._tails.after(parent, most, undigested=undigested)
-
-    def sharing(self, block: bytes) -> Iterator[Child]:
-        """Ready chunks whose first block has this digest, newest first."""
-        return self._shared.sharing(block)
 
     # Pins ----------------------------------------------------------------------------------------
 
@@ -372,13 +360,14 @@ class Directory:
             raise PoolError("a pin that runs out is not in the expiry heap")
         if {e for mine in self._reserved.values() for e in mine} != set(self.writing.values()):
             raise PoolError("reservations by owner differ from the half-written entries")
-        if sorted(self._tails.keys()) != sorted(e.key for e in self.ready.values() if e.parent):
+        self.chunks.validate()
+        if sorted(self.chunks.tail_keys()) != sorted(e.key for e in self.ready.values() if e.parent):
             raise PoolError("the tails differ from the ready partial chunks")
-        shared = {key: block for block, mine in self._shared.by_block.items() for key in mine}
-        if shared != {e.key: e.block_digests[:DIGEST_BYTES] for e in self.ready.values() if e.block_digests}:
+        blocks = self.chunks.first_blocks()
+        if blocks != {e.key: e.block_digests[:DIGEST_BYTES] for e in self.ready.values() if e.block_digests}:
             raise PoolError("the chunks by first block differ from the ready ones")
         if self.presence is not None and not (
-            all(map(self.presence.may_hold_block, self._shared.by_block))
+            all(map(self.presence.may_hold_block, blocks.values()))
             and all(map(self.presence.may_hold, self.ready))
             and all(self.presence.may_hold_tails(parent, mark) for parent, mark in self._tail_counts)
         ):

@@ -21,14 +21,13 @@ from layerflow.server.handlers.remote import DIGESTS_PER_SLICE, KEPT_KEY_BYTES, 
 from layerflow.server.peers.questions import PeerAnswer
 from layerflow.server.plans import lease_owner, lookup_owner
 from layerflow.server.search import (
-    TieredLookup,
-    TierLookup,
     ask_tier,
     bring_pieces,
     find_and_bring,
     hit_keys,
     prompt_keys,
     prompt_objects,
+    view_of_tier,
 )
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import ToServer
@@ -183,9 +182,8 @@ class Lookups:
 
         def tell(found: frozenset[bytes]) -> Work:
             digests = (yield from read_lookup(spec, message)).digests
-            hit = yield from search_hit(
-                TierLookup(tier, found), spec, message.root, digests, message.tokens, message.tail
-            )
+            there = view_of_tier(None, tier, found)
+            hit = yield from search_hit(there, spec, message.root, digests, message.tokens, message.tail)
             context.send(session, _found(message.id, hit))
 
         digests = [*asked.digests, message.tail] if message.tail else asked.digests
@@ -228,7 +226,7 @@ class Lookups:
         covering = None if direct else pool.covering(spec)
         pieces: set[bytes] = set()
         if covering is not None:
-            there = TieredLookup(pool, tier, found, covering=covering)
+            there = view_of_tier(pool, tier, found, covering=covering)
             hit = yield from search_hit(there, spec, *prompt, blocks)
             above = lookup.root, digests
             pieces = yield from bring_pieces(pool, tier, spec, covering, above, hit, found, session.engine)

@@ -13,6 +13,7 @@ from layerflow.kinds import Kind
 from layerflow.lives import Life
 from layerflow.objects import object_bytes
 from layerflow.pool.base import NewObject, Owner, Pool, ReserveStatus
+from layerflow.pool.chunk_index import ChunkIndex
 from layerflow.server.account import Charge
 from layerflow.spec import ModelSpec, first_mismatch, model_facts
 
@@ -117,7 +118,7 @@ class Handoff:
     parts: int = 0
     claims: int = 0
     objects: dict[bytes, NewObject] = field(default_factory=dict)
-    partial: list[NewObject] = field(default_factory=list)
+    partial: ChunkIndex = field(default_factory=ChunkIndex)
     parts_kept: set[bytes] = field(default_factory=set)
     pending: set[bytes] = field(default_factory=set)
     promised: set[bytes] = field(default_factory=set)
@@ -133,7 +134,9 @@ class Handoff:
     def keep(self, objects: Mapping[bytes, NewObject]) -> None:
         """It keeps these, too."""
         self.objects.update(objects)
-        self.partial += [new for new in objects.values() if new.parent]
+        for new in objects.values():
+            if new.parent:
+                self.partial.add(new.key, new.tokens, new.parent)
         self.parts_kept.update(key[DIGEST_BYTES:] for key in objects)
 
     def enter(self, status: HandoffStatus) -> None:

@@ -22,6 +22,7 @@ import structlog
 from layerflow.expiring import ExpiringSet
 from layerflow.observe.logs import LogLimit
 from layerflow.pool.base import NewObject, Owner, Pool
+from layerflow.pool.chunk_index import ChunkIndex
 from layerflow.server.account import Charge
 from layerflow.server.clients import SLICE_S, Work
 from layerflow.server.handoffs.handoff import REMEMBERED, Handoff, HandoffStatistics, HandoffStatus, Prompt, Told, take
@@ -530,7 +531,7 @@ class Handoffs:
         taken = Handoff(handoff.name, handoff.serial, handoff.status, handoff.engine)
         taken.objects, taken.pending, taken.promised = handoff.objects, handoff.pending, handoff.promised
         handoff.objects, handoff.pending, handoff.promised, handoff.foreign = {}, set(), set(), set()
-        handoff.partial, handoff.parts_kept, handoff.serial = [], set(), next(self._serials)
+        handoff.partial, handoff.parts_kept, handoff.serial = ChunkIndex(), set(), next(self._serials)
         self._foreign.pop(handoff, None)
         why = f"hand-off {handoff.name!r} is refused: {why}"
         self._later(self._give_all_back(taken, why, was_open=True, waiting=handoff))
