@@ -98,7 +98,6 @@ class Handoff:
     :param foreign: those that somebody else brings into the arena, whose end nobody tells of.
     :param ended: its engine computes nothing more of it.
     :param parts: how many other servers keep parts of it that are not complete.
-    :param due: what then happens depends on the state: nobody opened it, it is not complete, its lease is over.
     :param claims: readers that have come for it.
     :param watchers: told of its next state.
     :param charge: what the client that opened it is charged for it.
@@ -112,7 +111,6 @@ class Handoff:
     spec: ModelSpec | None = None
     tokens: int = 0
     lease_s: float = 0.0
-    due: float = math.inf
     reason: str = ""
     ended: bool = False
     parts: int = 0
