@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from layerflow.keys import DIGEST_BYTES, leading_blocks, object_key, object_keys
+from layerflow.keys import DIGEST_BYTES, object_key, object_keys
 from layerflow.kinds import Kind
 from layerflow.spec import ModelSpec
 
@@ -15,7 +15,7 @@ MAX_TAILS = 16
 """Stored tails offered per lookup: more would mean that many prompts differ within one chunk."""
 
 MAX_SHARING = 256
-"""Stored chunks with the prompt's next block of which the one is chosen that shares most: the newest so many."""
+"""Stored chunks with the prompt's next block that a lookup tries, those that share most first."""
 
 MAX_TAILS_TRIED = 256
 """Stored tails after one chunk that a lookup tries: hundreds of prompts may differ in what follows the same chunk."""
@@ -108,8 +108,14 @@ class LookupSource(Protocol):
         """
         ...
 
-    def sharing(self, block: bytes) -> Iterable[tuple[int, bytes, bytes]]:
-        """Chunks whose first block has this digest, newest first: tokens, an object's key, and block digests."""
+    def sharing(self, own: bytes) -> Iterable[tuple[int, int, bytes, int]]:
+        """Chunks that share leading blocks with a prompt, those that share most first.
+
+        Of those that share as many, the ones that end there go first. Of each is told how many blocks it shares, its
+        tokens, an object's key, and its whole blocks.
+
+        :param own: the prompt's block digests.
+        """
         ...
 
 
@@ -166,14 +172,12 @@ def search_hit(
         parent = digests[chunk - 1] if chunk else root
         room = tokens - chunk * spec.chunk_tokens
         tried += len(rules)
-        ranked = _sharing(pool, spec, blocks.of(chunk), room)
-        tried += len(ranked) // 2
 
         def fits(held: int, shared: int, chunk: int = chunk) -> bool:
             hit = _usable(spec, chunk * spec.chunk_tokens, held, tokens, shared)
             return hit is not None and _satisfied(rules, missing, spec.chunk_tokens, hit, upto=chunk)
 
-        for shared, tail in islice(_best(pool, spec, ranked, fits), MAX_TAILS - len(tails)):
+        for shared, tail in islice(_best(pool, spec, blocks.of(chunk), room, fits), MAX_TAILS - len(tails)):
             tried += len(rules) * len(spec.shard.peers())
             tails.append(Tail(chunk, *tail, shared))
         offered = {tail.digest for tail in tails}
@@ -256,22 +260,29 @@ def _presence(
     return keys, rows
 
 
-def _sharing(pool: LookupSource, spec: ModelSpec, own: bytes, room: int) -> list[tuple[int, bool, tuple[int, bytes]]]:
-    """Stored chunks that begin as the prompt's next: tokens shared, may all of them be the prompt's, tokens and digest.
+class _Sharing(NamedTuple):
+    """A stored chunk that begins as the prompt's next.
 
-    Those that share most come first, and among them those that may be the prompt's as a whole.
+    :param shared: tokens. :param whole: all of its tokens may be the prompt's.
+    """
+
+    shared: int
+    whole: bool
+    tokens: int
+    digest: bytes
+
+
+def _sharing(pool: LookupSource, spec: ModelSpec, own: bytes, room: int) -> Iterator[_Sharing]:
+    """Stored chunks that begin as the prompt's next: those that share most first, and of these those that end there.
 
     :param own: the prompt's next block digests.
     :param room: its tokens that are left.
     """
-    found = []
-    for tokens, key, theirs in islice(pool.sharing(own[:DIGEST_BYTES]), MAX_SHARING) if own else ():
-        count = leading_blocks(own, theirs)
+    for count, tokens, key, theirs in islice(pool.sharing(own), MAX_SHARING) if own else ():
         shared = count * spec.block_tokens
-        whole = shared < tokens <= room and count * DIGEST_BYTES == len(theirs)
+        whole = count == theirs and shared < tokens <= room
         if whole or spec.inside(tokens, shared):
-            found.append((shared, whole, (tokens, key[:DIGEST_BYTES])))
-    return sorted(found, key=lambda each: (-each[0], not each[1]))
+            yield _Sharing(shared, whole, tokens, key[:DIGEST_BYTES])
 
 
 def sharing_chunks(
@@ -283,16 +294,17 @@ def sharing_chunks(
     for chunk in range(len(digests) + 1):
         if chunk % (SLICE_KEYS // 8) == SLICE_KEYS // 8 - 1:
             yield
-        ranked = _sharing(pool, spec, blocks.of(chunk), tokens - chunk * spec.chunk_tokens)
-        if ranked and not (chunk < len(digests) and ranked[0][2][1] == digests[chunk]):
-            found |= dict.fromkeys(digest for _, _, (_, digest) in ranked[:2])
+        best = list(islice(_sharing(pool, spec, blocks.of(chunk), tokens - chunk * spec.chunk_tokens), 2))
+        if best and not (chunk < len(digests) and best[0].digest == digests[chunk]):
+            found |= dict.fromkeys(each.digest for each in best)
     return list(found)
 
 
 def _best(
     pool: LookupSource,
     spec: ModelSpec,
-    ranked: list[tuple[int, bool, tuple[int, bytes]]],
+    own: bytes,
+    room: int,
     fits: Callable[[int, int], bool],
 ) -> Iterator[tuple[int, tuple[int, bytes]]]:
     """Of :func:`_sharing`, those that every group and shard has: one that shares most, and others that may do better.
@@ -302,13 +314,15 @@ def _best(
     :param fits: whether a hit may end in an object of so many tokens, of which so many (0 = all) are the prompt's.
     """
     best = 0
-    for shared, whole, tail in ranked:
-        if best and not (whole and shared == best):
+    for shared, whole, tokens, digest in _sharing(pool, spec, own, room):
+        if best and shared < best:
             return
-        inside = shared if spec.inside(tail[0], shared) and fits(tail[0], shared) else 0
-        if (inside or (whole and fits(tail[0], 0))) and all(pool.lookup(_keys(spec, tail[1]))):
+        if best and not whole:
+            continue
+        inside = shared if spec.inside(tokens, shared) and fits(tokens, shared) else 0
+        if (inside or (whole and fits(tokens, 0))) and all(pool.lookup(_keys(spec, digest))):
             best = inside or best
-            yield inside, tail
+            yield inside, (tokens, digest)
 
 
 def _keys(spec: ModelSpec, digest: bytes) -> list[bytes]:

@@ -453,3 +453,18 @@ def test_a_tail_shorter_than_a_block_is_found_among_others_and_longer_ones_than_
     hit = find_hit(pool, spec, ROOT, prompt.digests, len(prompt), blocks=blocks_of(prompt, spec))
     assert hit_of(hit, prompt, spec).tokens == 1
     assert pool.listed == 1
+
+
+@pytest.mark.parametrize("stored", [300, 3000])
+def test_of_any_number_of_chunks_the_one_that_shares_most_is_found_without_a_look_at_the_others(stored: int) -> None:
+    """The oldest of them, of which all have the first block in common."""
+    spec = spec_of([0])
+    pool = CountingPool(Memory(1 << 20))
+    for number in range(stored):
+        like = Chain(ROOT, [7, 7, *divmod(number, 250), 1, 2, 3, 4], CHUNK)
+        store(pool, spec, 0, Shard(0, 1), like, 0, CHUNK)
+    prompt = Chain(ROOT, [7, 7, 0, 0, 1, 2, 9, 9, 9], CHUNK)
+    pool.looked_up = 0
+    hit = find_hit(pool, spec, ROOT, prompt.digests, len(prompt), blocks=blocks_of(prompt, spec))
+    assert hit_of(hit, prompt, spec).tokens == 6
+    assert pool.looked_up <= 1 + len(prompt.digests)

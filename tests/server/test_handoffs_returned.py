@@ -10,7 +10,7 @@ import pytest
 
 from layerflow.pool.base import NewObject
 from layerflow.pool.memory import MemoryPool
-from layerflow.server.handlers.following import HandoffLookup
+from layerflow.server.handlers.following import view_of_handoff
 from layerflow.server.handoffs import registry
 from layerflow.server.handoffs.handoff import OBJECTS_PER_SLICE, HandoffStatus
 from layerflow.server.handoffs.registry import Handoffs
@@ -186,6 +186,6 @@ def test_a_readers_lookup_sees_the_partial_chunk(arena: Arena) -> None:
     assert arena.open("h", prompt) == ""
     handoff = arena.handoffs.get("h")
     assert handoff is not None
-    source = HandoffLookup(arena.pool, handoff)
+    source = view_of_handoff(arena.pool, handoff)
     assert [tail.key for tail in source.tails(prompt.parent)] == [prompt.keys[-1]]
     assert not list(source.tails(prompt.keys[0]))

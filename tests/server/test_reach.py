@@ -18,10 +18,10 @@ from layerflow.config.settings import PoolSettings
 from layerflow.hits import BlockDigests, find_hit
 from layerflow.keys import Chain, object_key
 from layerflow.pool.arena import Arena as PoolArena
-from layerflow.pool.base import Child, Tail
-from layerflow.pool.chunk_index import SharedBlocks
+from layerflow.pool.base import SharedChunk, Tail
+from layerflow.pool.chunk_index import NO_CHUNKS, ChunkIndex
 from layerflow.pool.memory import MemoryPool
-from layerflow.server.search import FEW_CHUNKS, TieredLookup, ask_tier
+from layerflow.server.search import FEW_CHUNKS, ask_tier, view_of_tier
 from layerflow.server.tier import tier as real
 from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
 from layerflow.wire.host_messages import Ask, Present
@@ -53,13 +53,14 @@ class Arena:
     def tails(self, parent: bytes, most: int, *, undigested: bool) -> list[Tail]:
         return []
 
-    def sharing(self, block: bytes) -> Iterator[Child]:
+    def sharing(self, own: bytes) -> Iterator[SharedChunk]:
         return iter(())
 
 
 class Tier(Arena):
     """Answers `answers` questions and then none."""
 
+    chunks = NO_CHUNKS
     settings = SimpleNamespace(lookup_timeout_ms=100)
 
     def __init__(self, keys: Sequence[bytes] = (), answers: int = 99) -> None:
@@ -110,7 +111,7 @@ def found_by(arena: Arena, tier: Tier, spec: ModelSpec, tokens: int) -> frozense
 
 def hit_of(arena: Arena, tier: Tier, spec: ModelSpec, found: frozenset[bytes], tokens: int) -> int:
     digests, _, own = prompt_of(tokens)
-    return find_hit(TieredLookup(arena, tier, found), spec, ROOT, digests, tokens, own).tokens  # type: ignore[arg-type]
+    return find_hit(view_of_tier(arena, tier, found), spec, ROOT, digests, tokens, own).tokens  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -215,17 +216,14 @@ class Remembering(Tier):
     """Lists nothing, and remembers what it was given."""
 
     def __init__(self, spec: ModelSpec, stored: Sequence[Chain]) -> None:
-        self.recent = SharedBlocks(100)
+        self.chunks = ChunkIndex(100)
         keys = []
         for chain in stored:
             keys += keys_of(spec, [*chain.digests, chain.tail] if chain.tail else chain.digests)
             for chunk, digest in enumerate(chain.digests):
-                child = Child(CHUNK, object_key(digest, 0, spec.shard), chain.block_digests(chunk, BLOCK))
-                self.recent.add(child)
+                key = object_key(digest, 0, spec.shard)
+                self.chunks.add(key, CHUNK, block_digests=chain.block_digests(chunk, BLOCK))
         super().__init__(keys)
-
-    def sharing(self, block: bytes) -> Iterator[Child]:
-        return self.recent.sharing(block)
 
 
 @pytest.mark.parametrize("chunks", [2, 60])
@@ -243,7 +241,7 @@ def test_of_a_pool_that_lists_nothing_hits_end_at_blocks_of_what_was_written(chu
     answers: list[frozenset[bytes]] = []
     told = prompt.digests, len(prompt), prompt.tail
     run(ask_tier(Arena(), tier, spec, told, answers.append, run, blocks=blocks))  # type: ignore[arg-type]
-    there = TieredLookup(Arena(), tier, answers[0])  # type: ignore[arg-type]
+    there = view_of_tier(Arena(), tier, answers[0])  # type: ignore[arg-type]
     found = find_hit(there, spec, ROOT, prompt.digests, len(prompt), prompt.tail, blocks)
     assert hit_of_prompt(found, prompt, spec).tokens == chunks * CHUNK + (0 if gone else BLOCK)
     assert len(tier.asked) == (1 if chunks < FEW_CHUNKS else 2)

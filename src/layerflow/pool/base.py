@@ -49,12 +49,16 @@ class Tail(NamedTuple):
     key: bytes
 
 
-class Child(NamedTuple):
-    """A stored chunk, full or partial, that a prompt may share leading blocks with: see :class:`NewObject`."""
+class SharedChunk(NamedTuple):
+    """A stored chunk, full or partial, that shares leading blocks with a prompt: see :class:`NewObject`.
 
+    :param shared: so many. :param blocks: whole ones that the chunk has.
+    """
+
+    shared: int
     tokens: int
     key: bytes
-    block_digests: bytes
+    blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +164,13 @@ class Pool(Protocol):
         """
         ...
 
-    def sharing(self, block: bytes) -> Iterator[Child]:
-        """Complete chunks whose first block has this digest, newest first."""
+    def sharing(self, own: bytes) -> Iterator[SharedChunk]:
+        """Complete chunks that share leading blocks with a prompt, those that share most first.
+
+        Of those that share as many, the ones that end there go first. Nothing may change while they are taken.
+
+        :param own: the prompt's block digests.
+        """
         ...
 
     def acquire(

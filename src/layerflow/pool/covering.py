@@ -8,7 +8,7 @@ from typing import NamedTuple
 from layerflow.boxes import TO_THE_END, Box, cover
 from layerflow.keys import DIGEST_BYTES, covered_by, several_key
 from layerflow.pool.base import Located, Owner, Tail
-from layerflow.pool.chunk_index import ANY_LENGTH, merged, renamed
+from layerflow.pool.chunk_index import ANY_LENGTH, merged_tails, renamed
 from layerflow.pool.memory import ArenaMemory, MemoryPool
 from layerflow.presence import PresenceWriter
 from layerflow.spec import ModelSpec, Shard
@@ -124,7 +124,7 @@ class CoveringPool(MemoryPool):
         others = [
             super(CoveringPool, self).tails(other, most, undigested=undigested) for _, other in self._others(parent)
         ]
-        return merged(tails, *(renamed(of_other, parent) for of_other in others))
+        return merged_tails(tails, *(renamed(of_other, parent) for of_other in others))
 
     def acquire(
         self,

@@ -8,22 +8,20 @@ writing or ready; hidden entries of the same key may linger beside it.
 from __future__ import annotations
 
 import enum
-import heapq
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 
 from layerflow.errors import PoolError
+from layerflow.expiring import ExpiryHeap
 from layerflow.keys import DIGEST_BYTES
 from layerflow.places import NO_PLACE
-from layerflow.pool.base import Child, Located, NewObject, Owner, Tail
-from layerflow.pool.chunk_index import ANY_LENGTH, SharedBlocks, Tails
+from layerflow.pool.base import Located, NewObject, Owner
+from layerflow.pool.chunk_index import ChunkIndex
 from layerflow.pool.eviction import Evictable
 from layerflow.pool.slots import ByOffset
 from layerflow.presence import PresenceWriter, tail_marks
-
-_COMPACT_OVER = 256  # ends listed in the expiry heap beyond twice the owners alive
 
 
 class ObjectState(enum.Enum):
@@ -54,26 +52,10 @@ class DirectoryEntry(Evictable):
         self.writer = writer
 
 
-def _tail(entry: DirectoryEntry) -> Tail:
-    return Tail(entry.located.tokens, entry.key)
-
-
-class OwnerPins:
-    """What one owner pins, until when: a lease is one of these, however many objects it holds."""
-
-    __slots__ = ("end", "entries", "until")
-
-    def __init__(self) -> None:
-        self.entries: dict[DirectoryEntry, None] = {}
-        self.until = -math.inf
-        self.end = 0  #: which of the listed ends is theirs
-
-
 class Directory:
     """All entries, by key, by offset, by owner. Methods that unpin return what nobody pins any more.
 
     :param nbytes: of the arena.
-
     :param presence: kept in step: it holds exactly the keys of ready entries, and the parents that have tails.
     """
 
@@ -85,13 +67,12 @@ class Directory:
         self.pinned = 0  #: entries with a pin, hidden ones included
         self.pinned_bytes = 0  #: their room
         self._hidden: dict[bytes, dict[DirectoryEntry, None]] = {}
-        self._tails = Tails()
+        self.chunks = ChunkIndex()  #: of ready entries
         self._tail_counts: Counter[tuple[bytes, int]] = Counter()  # by parent and mark, see tail_marks
-        self._shared = SharedBlocks()
-        self._pins: dict[Owner, OwnerPins] = {}
+        #: What each owner pins: a lease is an owner, however many objects it holds.
+        self._pins: dict[Owner, dict[DirectoryEntry, None]] = {}
+        self._ends: ExpiryHeap[Owner] = ExpiryHeap()  #: of exactly the owners in `_pins`
         self._reserved: dict[Owner, dict[DirectoryEntry, None]] = {}
-        self._due: list[tuple[float, int, Owner]] = []
-        self._serial = 0
 
     # Writing -------------------------------------------------------------------------------------
 
@@ -114,12 +95,13 @@ class Directory:
         presence = self.presence
         if presence is not None:
             presence.add(entry.key)
-        if entry.block_digests:
-            only = self._shared.add(Child(entry.located.tokens, entry.key, entry.block_digests))
-            if presence is not None and only:
-                presence.add_block(entry.block_digests[:DIGEST_BYTES])
+        if not (entry.parent or entry.block_digests):
+            return
+        block = entry.block_digests[:DIGEST_BYTES]
+        if presence is not None and block and not self.chunks.begins(block):
+            presence.add_block(block)
+        self.chunks.add(entry.key, entry.located.tokens, entry.parent, entry.block_digests)
         if entry.parent:
-            self._tails.add(entry.parent, _tail(entry), digested=bool(entry.block_digests))
             for mark in tail_marks(entry.located.tokens):
                 self._tail_counts[entry.parent, mark] += 1
                 if presence is not None and self._tail_counts[entry.parent, mark] == 1:
@@ -171,26 +153,19 @@ class Directory:
         presence = self.presence
         if presence is not None:
             presence.discard(entry.key)
-        if entry.block_digests:
-            last = self._shared.discard(entry.key)
-            if presence is not None and last:
-                presence.discard_block(entry.block_digests[:DIGEST_BYTES])
+        if not (entry.parent or entry.block_digests):
+            return
+        self.chunks.discard(entry.key, entry.located.tokens, entry.parent, entry.block_digests)
+        block = entry.block_digests[:DIGEST_BYTES]
+        if presence is not None and block and not self.chunks.begins(block):
+            presence.discard_block(block)
         if entry.parent:
-            self._tails.discard(entry.parent, _tail(entry), digested=bool(entry.block_digests))
             for mark in tail_marks(entry.located.tokens):
                 self._tail_counts[entry.parent, mark] -= 1
                 if not self._tail_counts[entry.parent, mark]:
                     del self._tail_counts[entry.parent, mark]
                     if presence is not None:
                         presence.discard_tails(entry.parent, mark)
-
-    def tails(self, parent: bytes, most: int = ANY_LENGTH, *, undigested: bool = False) -> Iterator[Tail]:
-        """Ready partial chunks after `parent`; parameters as :meth:`.Tails.after`, whose order they have."""
-        return self._tails.after(parent, most, undigested=undigested)
-
-    def sharing(self, block: bytes) -> Iterator[Child]:
-        """Ready chunks whose first block has this digest, newest first."""
-        return self._shared.sharing(block)
 
     # Pins ----------------------------------------------------------------------------------------
 
@@ -206,8 +181,8 @@ class Directory:
         :param most: bytes pinned by all owners; what would go beyond is not pinned.
         :returns: the entries that `owner` newly pinned, and those of them that nobody had pinned before.
         """
-        pins = self._pins.get(owner) or OwnerPins()
-        mine, before = pins.entries, len(pins.entries)
+        mine = self._pins.get(owner, {})
+        before = len(mine)
         # A dict keeps its order, and what is in it already stays where it is: the new ones are the last.
         within = self._within(most, there)
         mine.update(dict.fromkeys(within))
@@ -215,12 +190,12 @@ class Directory:
         first = [entry for entry in fresh if not entry.readers]
         for entry in fresh:
             entry.readers += 1
-        if mine:
-            self._pins[owner] = pins
         self.pinned += len(first)
         self.pinned_bytes += sum([entry.room for entry in first])
-        if within and until > pins.until:
-            self._end_at(owner, pins, until)
+        if within:
+            self._pins[owner] = mine
+            if until > self._ends.until(owner):
+                self._ends.set(owner, until)
         return fresh, first
 
     def share(self, owner: Owner, keys: Sequence[bytes], reader: Owner) -> list[Located] | None:
@@ -234,8 +209,8 @@ class Directory:
         entries: list[DirectoryEntry] = []
         for key in keys:
             entry = self.ready.get(key)
-            if entry is None or entry not in theirs.entries:
-                entry = next((hidden for hidden in self._hidden.get(key, ()) if hidden in theirs.entries), None)
+            if entry is None or entry not in theirs:
+                entry = next((hidden for hidden in self._hidden.get(key, ()) if hidden in theirs), None)
                 if entry is None:
                     return None
             entries.append(entry)
@@ -247,23 +222,20 @@ class Directory:
         pins = self._pins.pop(owner, None)
         if pins is None:
             return
-        theirs = self._pins.get(heir)
-        if theirs is not None:
-            for entry in theirs.entries:
-                if entry in pins.entries:
-                    entry.readers -= 1
-                else:
-                    pins.entries[entry] = None
-            until = max(until, theirs.until)
+        self._ends.discard(owner)
+        for entry in self._pins.get(heir, ()):
+            if entry in pins:
+                entry.readers -= 1
+            else:
+                pins[entry] = None
         self._pins[heir] = pins
-        self._end_at(heir, pins, until)
+        self._ends.set(heir, max(until, self._ends.until(heir)))
 
     def unpin(self, owner: Owner, keys: Iterable[bytes] | None) -> list[DirectoryEntry]:
         """Drop the owner's pins on `keys` (None = all); the entries now unpinned, newest pin first."""
-        pins = self._pins.get(owner)
-        if pins is None:
+        mine = self._pins.get(owner)
+        if mine is None:
             return []
-        mine = pins.entries
         if keys is None:
             return self._drop(owner, list(reversed(mine)))
         chosen = []
@@ -276,17 +248,15 @@ class Directory:
 
     def pinned_by(self, owner: Owner) -> Collection[DirectoryEntry]:
         """What `owner` pins."""
-        return self._pins[owner].entries if owner in self._pins else ()
+        return self._pins.get(owner, ())
 
     def expire(self, now: float) -> tuple[int, list[DirectoryEntry]]:
         """Drop pins that run out at or before `now`: how many, and the entries now unpinned."""
         dropped, idle = 0, []
-        while self._due and self._due[0][0] <= now:
-            _, end, owner = heapq.heappop(self._due)
-            pins = self._pins.get(owner)
-            if pins is not None and pins.end == end:
-                dropped += len(pins.entries)
-                idle += self._drop(owner, list(reversed(pins.entries)))
+        for owner in self._ends.expire(now):
+            pins = self._pins[owner]
+            dropped += len(pins)
+            idle += self._drop(owner, list(reversed(pins)))
         return dropped, idle
 
     def owners(self) -> list[Owner]:
@@ -298,13 +268,14 @@ class Directory:
         for entry in self.writing.values():
             yield entry.located.offset
         for pins in self._pins.values():
-            for entry in pins.entries:
+            for entry in pins:
                 yield entry.located.offset
 
     def _drop(self, owner: Owner, entries: list[DirectoryEntry]) -> list[DirectoryEntry]:
-        mine = self._pins[owner].entries
+        mine = self._pins[owner]
         if len(entries) == len(mine):
             del self._pins[owner]
+            self._ends.discard(owner)
         else:
             for entry in entries:
                 del mine[entry]
@@ -314,13 +285,6 @@ class Directory:
         self.pinned -= len(idle)
         self.pinned_bytes -= sum([entry.room for entry in idle])
         return idle
-
-    def _end_at(self, owner: Owner, pins: OwnerPins, until: float) -> None:
-        self._serial += 1
-        pins.until, pins.end = until, self._serial
-        if until < math.inf:
-            heapq.heappush(self._due, (until, self._serial, owner))
-            self._compact()
 
     def _within(self, most: float, entries: Sequence[DirectoryEntry]) -> Sequence[DirectoryEntry]:
         """Those that can be pinned while all pins stay within `most` bytes: what is pinned already costs nothing."""
@@ -336,16 +300,6 @@ class Directory:
             within.append(entry)
         return within
 
-    def _compact(self) -> None:
-        """Released pins stay listed until they would have run out; drop them once they are the bulk."""
-        if len(self._due) > 2 * len(self._pins) + _COMPACT_OVER:
-            self._due = [
-                (until, end, owner)
-                for until, end, owner in self._due
-                if owner in self._pins and self._pins[owner].end == end
-            ]
-            heapq.heapify(self._due)
-
     def validate(self) -> None:
         """:raises PoolError: the indexes disagree."""
         hidden = [entry for entries in self._hidden.values() for entry in entries]
@@ -356,29 +310,27 @@ class Directory:
             raise PoolError("the index by offset differs from the entries")
         if self.ready.keys() & self.writing.keys():
             raise PoolError("a key is ready and being written at once")
-        readers = Counter(entry for pins in self._pins.values() for entry in pins.entries)
+        readers = Counter(entry for pins in self._pins.values() for entry in pins)
         if dict(readers) != {entry: entry.readers for entry in everything if entry.readers}:
             raise PoolError("pins by owner differ from the readers of the entries")
-        if not all(pins.entries for pins in self._pins.values()):
+        if not all(self._pins.values()):
             raise PoolError("an owner without pins lingers")
         if self.pinned_bytes != sum(entry.room for entry in readers):
             raise PoolError("the room of pinned entries is miscounted")
         if self.pinned != len(readers) or not all(entry.readers for entry in hidden):
             raise PoolError("pinned entries are miscounted, or a hidden one without readers lingers")
-        timed = {(until, end, owner) for until, end, owner in self._due}
-        if any(
-            pins.until < math.inf and (pins.until, pins.end, owner) not in timed for owner, pins in self._pins.items()
-        ):
-            raise PoolError("a pin that runs out is not in the expiry heap")
+        if set(self._ends) != self._pins.keys() or not self._ends.complete():
+            raise PoolError("the owners that have an end differ from those that pin something")
         if {e for mine in self._reserved.values() for e in mine} != set(self.writing.values()):
             raise PoolError("reservations by owner differ from the half-written entries")
-        if sorted(self._tails.keys()) != sorted(e.key for e in self.ready.values() if e.parent):
+        self.chunks.validate()
+        if sorted(self.chunks.tail_keys()) != sorted(e.key for e in self.ready.values() if e.parent):
             raise PoolError("the tails differ from the ready partial chunks")
-        shared = {key: block for block, mine in self._shared.by_block.items() for key in mine}
-        if shared != {e.key: e.block_digests[:DIGEST_BYTES] for e in self.ready.values() if e.block_digests}:
+        blocks = self.chunks.first_blocks()
+        if blocks != {e.key: e.block_digests[:DIGEST_BYTES] for e in self.ready.values() if e.block_digests}:
             raise PoolError("the chunks by first block differ from the ready ones")
         if self.presence is not None and not (
-            all(map(self.presence.may_hold_block, self._shared.by_block))
+            all(map(self.presence.may_hold_block, blocks.values()))
             and all(map(self.presence.may_hold, self.ready))
             and all(self.presence.may_hold_tails(parent, mark) for parent, mark in self._tail_counts)
         ):

@@ -16,13 +16,13 @@ from layerflow.keys import KEY_BYTES, describe_key
 from layerflow.objects import CHECKSUM_AT, GENERATION_AT, HEADER_BYTES, check_header, header_start, pack_header
 from layerflow.places import NO_PLACE, PLACE
 from layerflow.pool.base import (
-    Child,
     Located,
     NewObject,
     Owner,
     PoolStatistics,
     Reservation,
     ReserveStatus,
+    SharedChunk,
     Tail,
 )
 from layerflow.pool.chunk_index import ANY_LENGTH
@@ -253,12 +253,12 @@ class MemoryPool:
         return list(self._directory.ready)
 
     def tails(self, parent: bytes, most: int = ANY_LENGTH, *, undigested: bool = False) -> Iterator[Tail]:
-        """Complete partial chunks that follow `parent`; parameters as :meth:`.Tails.after`, whose order they have."""
-        return self._directory.tails(parent, most, undigested=undigested)
+        """Complete partial chunks that follow `parent`; parameters and order as of :meth:`.ChunkIndex.tails`."""
+        return self._directory.chunks.tails(parent, most, undigested=undigested)
 
-    def sharing(self, block: bytes) -> Iterator[Child]:
-        """Complete chunks whose first block has this digest, newest first."""
-        return self._directory.sharing(block)
+    def sharing(self, own: bytes) -> Iterator[SharedChunk]:
+        """Complete chunks that share leading blocks with a prompt; order as of :meth:`.ChunkIndex.sharing`."""
+        return self._directory.chunks.sharing(own)
 
     def acquire(
         self,

@@ -14,7 +14,7 @@ from layerflow.keys import DIGEST_BYTES, object_keys
 from layerflow.objects import HEADER_BYTES, layer_bytes, object_bytes
 from layerflow.pool import base
 from layerflow.pool.base import Covering, NewObject, Pool
-from layerflow.pool.chunk_index import ANY_LENGTH, merged, renamed
+from layerflow.pool.chunk_index import ANY_LENGTH, NO_CHUNKS, ChunkIndex, merged_sharing, merged_tails, renamed
 from layerflow.spec import ModelSpec, Shard
 
 if TYPE_CHECKING:
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class TieredLookup:
-    """The arena and the tier behind it, as one.
+class LookupView:
+    """What a hit is searched in: the arena, and what can be loaded although it is not there, as one.
 
-    :param found: what the tier was asked for and has.
-    :param unavailable: what the tier has and cannot be brought now.
-    :param covering: objects of other partitions may stand in for those that the tier does not have. Of the arena's
-        the pool knows by itself.
+    :param here: the arena; None = it does not matter.
+    :param also: which of these keys can be loaded from elsewhere, or will be here; asked of keys that are not here.
+    :param elsewhere: chunks of these.
+    :param covering: objects of other partitions may stand in for those that are not there. Of the arena's the pool
+        knows by itself.
     """
 
-    pool: Pool
-    tier: Tier | Sources
-    found: frozenset[bytes] = frozenset()
-    unavailable: frozenset[bytes] = frozenset()
+    here: Pool | None
+    also: Callable[[Sequence[bytes]], list[bool]]
+    elsewhere: ChunkIndex = NO_CHUNKS
     covering: Covering | None = None
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which objects can be loaded."""
+        """Return which objects can be loaded."""
         there = self._each(keys)
         if self.covering is not None and not all(there):
             missing = [key for key, found in zip(keys, there, strict=True) if not found]
@@ -50,50 +50,50 @@ class TieredLookup:
         return there
 
     def _each(self, keys: Sequence[bytes]) -> list[bool]:
-        here, behind = self.pool.lookup(keys), self.tier.holds(keys)
-        found, unavailable = self.found, self.unavailable
-        return [
-            arena or ((tier or key in found) and key not in unavailable)
-            for key, arena, tier in zip(keys, here, behind, strict=True)
-        ]
+        if self.here is None:
+            return self.also(keys)
+        there = self.here.lookup(keys)
+        if all(there):
+            return there
+        more = iter(self.also([key for key, here in zip(keys, there, strict=True) if not here]))
+        return [here or next(more) for here in there]
 
     def tails(self, parent: bytes, most: int = ANY_LENGTH, *, undigested: bool = False) -> Iterator[base.Tail]:
-        """Partial chunks that follow `parent`; parameters as :meth:`.Tails.after`, whose order they have."""
+        """Partial chunks that follow `parent`; parameters and order as of :meth:`.ChunkIndex.tails`."""
         others = self.covering.alternatives(parent) if self.covering is not None else ()
-        return merged(
-            self.pool.tails(parent, most, undigested=undigested),
-            self.tier.tails(parent, most, undigested=undigested),
-            *(renamed(self.tier.tails(other, most, undigested=undigested), parent) for other in others),
+        return merged_tails(
+            self.here.tails(parent, most, undigested=undigested) if self.here is not None else (),
+            self.elsewhere.tails(parent, most, undigested=undigested),
+            *(renamed(self.elsewhere.tails(other, most, undigested=undigested), parent) for other in others),
         )
 
-    def sharing(self, block: bytes) -> Iterator[base.Child]:
-        """Chunks whose first block has this digest, newest first."""
-        here = {child.key: child for child in self.pool.sharing(block)}
-        yield from here.values()
-        yield from (child for child in self.tier.sharing(block) if child.key not in here)
+    def sharing(self, own: bytes) -> Iterator[base.SharedChunk]:
+        """Chunks that share leading blocks with a prompt; order as of :meth:`.ChunkIndex.sharing`."""
+        here = self.here.sharing(own) if self.here is not None else ()
+        return merged_sharing(here, self.elsewhere.sharing(own))
 
 
-@dataclass(frozen=True, slots=True)
-class TierLookup:
-    """The tier alone, for workers whose bytes do not pass through the arena; parameters as of :class:`TieredLookup`."""
+def view_of_tier(
+    pool: Pool | None,
+    tier: Tier | Sources,
+    found: frozenset[bytes] = frozenset(),
+    unavailable: frozenset[bytes] = frozenset(),
+    *,
+    covering: Covering | None = None,
+) -> LookupView:
+    """The arena and the tier behind it, as one.
 
-    tier: Tier | Sources
-    found: frozenset[bytes] = frozenset()
-    unavailable: frozenset[bytes] = frozenset()
+    :param pool: None = the tier alone, for workers whose bytes do not pass through the arena.
+    :param found: what the tier was asked for and has.
+    :param unavailable: what the tier has and cannot be brought now.
+    :param covering: see :class:`LookupView`.
+    """
 
-    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which objects can be loaded."""
-        found, unavailable = self.found, self.unavailable
-        held = self.tier.holds(keys)
-        return [(tier or key in found) and key not in unavailable for key, tier in zip(keys, held, strict=True)]
+    def behind(keys: Sequence[bytes]) -> list[bool]:
+        held = tier.holds(keys)
+        return [(there or key in found) and key not in unavailable for key, there in zip(keys, held, strict=True)]
 
-    def tails(self, parent: bytes, most: int = ANY_LENGTH, *, undigested: bool = False) -> Iterator[base.Tail]:
-        """Partial chunks that follow `parent`; parameters as :meth:`.Tails.after`, whose order they have."""
-        return self.tier.tails(parent, most, undigested=undigested)
-
-    def sharing(self, block: bytes) -> Iterator[base.Child]:
-        """Chunks whose first block has this digest, newest first."""
-        return self.tier.sharing(block)
+    return LookupView(pool, behind, tier.chunks, covering)
 
 
 def hit_keys(spec: ModelSpec, digests: list[bytes], hit: HitLength) -> Iterator[list[bytes]]:
@@ -161,7 +161,7 @@ def ask_tier(
     prefixes = [group for group in every if not spec.groups[group].rules.first_token(tokens)]
     # The tier is asked in the same question for other partitions' objects that may stand in for what is not known.
     covering = None if direct else pool.covering(spec)
-    known: LookupSource = TierLookup(tier) if direct else TieredLookup(pool, tier, covering=covering)
+    known = view_of_tier(None if direct else pool, tier, covering=covering)
     first = yield from unknown_keys(known, spec, digests, prefixes)
     others = yield from sharing_chunks(known, spec, digests, tokens, blocks)
     more = [digest for digest in (own, *others) if digest]
@@ -173,7 +173,7 @@ def ask_tier(
     probed = [lacking[at] for at in (*doubling(len(lacking) - 1), len(lacking) - 1)]
 
     def ask_rest(found: frozenset[bytes]) -> Generator[None, None, None]:
-        there = TieredLookup(pool, tier, found, covering=covering)
+        there = view_of_tier(pool, tier, found, covering=covering)
         end = next(
             (chunk for chunk in probed if not (found.issuperset(first[chunk]) or all(there.lookup(first[chunk])))),
             len(digests),
@@ -257,7 +257,7 @@ def find_and_bring(
     root, digests, tokens, own = prompt
     unavailable: frozenset[bytes] = frozenset()
     while True:
-        there = TierLookup(tier, found, unavailable) if direct else TieredLookup(pool, tier, found, unavailable)
+        there = view_of_tier(None if direct else pool, tier, found, unavailable)
         hit = yield from search_hit(there, spec, root, digests, tokens, own, blocks)
         stuck = yield from _bring(pool, tier, spec, shards, digests, hit, engine)
         if not stuck:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from layerflow.config.settings import PoolSettings
 from layerflow.flow.commands import WriteBegun, Written
 from layerflow.flow.events import Hop, WriteOpened
-from layerflow.pool.base import Child, NewObject, Owner, Tail
-from layerflow.pool.chunk_index import ANY_LENGTH
+from layerflow.pool.base import NewObject, Owner
+from layerflow.pool.chunk_index import NO_CHUNKS, ChunkIndex
 from layerflow.server.arrivals import Fetches, PendingFetch, StepKey
 from layerflow.server.tier.tier import Tier, TierCommand, once
 from layerflow.wire.host_messages import Cleared
@@ -87,13 +87,10 @@ class Sources:
         """Reading these has failed: they are not offered for a while. How many there are."""
         return self.tier.hide(keys) if self.tier is not None else 0
 
-    def tails(self, parent: bytes, most: int = ANY_LENGTH, *, undigested: bool = False) -> Iterator[Tail]:
-        """Partial chunks that follow `parent` and can be brought; parameters as :meth:`.Tails.after`."""
-        return self.tier.tails(parent, most, undigested=undigested) if self.tier is not None else iter(())
-
-    def sharing(self, block: bytes) -> Iterator[Child]:
-        """Chunks whose first block has this digest, newest first."""
-        return self.tier.sharing(block) if self.tier is not None else iter(())
+    @property
+    def chunks(self) -> ChunkIndex:
+        """Chunks that the tier has, as far as it is known; of what peers have, nothing is."""
+        return self.tier.chunks if self.tier is not None else NO_CHUNKS
 
     # Loads ---------------------------------------------------------------------------------------
 

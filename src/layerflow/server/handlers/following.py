@@ -6,83 +6,48 @@ Where it has failed, is over, or nobody opens it in time, the lookup is one of w
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator
 from typing import Protocol
 
 from layerflow.errors import ProtocolError
 from layerflow.hits import HitLength, search_hit
 from layerflow.keys import covered_by
-from layerflow.pool import base
 from layerflow.pool.base import Pool
-from layerflow.pool.chunk_index import ANY_LENGTH, merged
 from layerflow.server.account import Charge
 from layerflow.server.clients import ClientSession, Work
 from layerflow.server.handlers.asked import Asked, kept_bytes, read_lookup
 from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handlers.forget import REPLACED
 from layerflow.server.handoffs.handoff import Handoff, HandoffStatus, model_mismatch
+from layerflow.server.search import LookupView
 from layerflow.spec import ModelSpec
 from layerflow.wire import messages as wire
 
 Search = Generator[None, None, HitLength]
 
 
-@dataclass(frozen=True, slots=True)
-class HandoffLookup:
+def view_of_handoff(pool: Pool, handoff: Handoff) -> LookupView:
     """What is stored, and what a hand-off is still to store, as one."""
-
-    pool: Pool
-    handoff: Handoff
-
-    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which objects are there, or will be."""
-        pending = self.handoff.pending
-        return [there or key in pending for key, there in zip(keys, self.pool.lookup(keys), strict=True)]
-
-    def tails(self, parent: bytes, most: int = ANY_LENGTH, *, undigested: bool = False) -> Iterator[base.Tail]:
-        """Partial chunks that follow `parent`, longest first; those of the hand-off whatever is known of them."""
-        partial = self.handoff.partial
-        own = [base.Tail(new.tokens, new.key) for new in partial if new.parent == parent and new.tokens <= most]
-        own.sort(key=lambda tail: -tail.tokens)
-        return merged(self.pool.tails(parent, most, undigested=undigested), own)
-
-    def sharing(self, block: bytes) -> Iterator[base.Child]:
-        """Chunks whose first block has this digest, newest first."""
-        return self.pool.sharing(block)
+    return LookupView(pool, lambda keys: [key in handoff.pending for key in keys], handoff.partial)
 
 
-@dataclass(frozen=True, slots=True)
-class SavingLookup:
+def view_of_saves(context: ServerContext, engine: str, used: set[tuple[int, int]]) -> LookupView:
     """What is stored, and what other engines are storing now, as one.
 
-    :param engine: who asks. :param used: the steps that store what was found so.
+    :param engine: who asks.
+    :param used: is given the steps that store what is found so.
     """
 
-    context: ServerContext
-    engine: str
-    used: set[tuple[int, int]]
-
-    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which objects are there, or will be."""
-        return [there or self._saved(key) for key, there in zip(keys, self.context.pool.lookup(keys), strict=True)]
-
-    def tails(self, parent: bytes, most: int = ANY_LENGTH, *, undigested: bool = False) -> Iterator[base.Tail]:
-        """Partial chunks that follow `parent`; parameters as :meth:`.Tails.after`, whose order they have."""
-        return self.context.pool.tails(parent, most, undigested=undigested)
-
-    def sharing(self, block: bytes) -> Iterator[base.Child]:
-        """Chunks whose first block has this digest, newest first."""
-        return self.context.pool.sharing(block)
-
-    def _saved(self, key: bytes) -> bool:
-        match self.context.pool.writer(key):
+    def saved(key: bytes) -> bool:
+        match context.pool.writer(key):
             case ("step", int(session), int(step)):
-                saver = self.context.sessions.get(session)
-                if saver is not None and not saver.silent and saver.engine != self.engine:
-                    self.used.add((session, step))
+                saver = context.sessions.get(session)
+                if saver is not None and not saver.silent and saver.engine != engine:
+                    used.add((session, step))
                     return True
         return False
+
+    return LookupView(context.pool, lambda keys: [saved(key) for key in keys])
 
 
 class Answers(Protocol):
@@ -133,19 +98,18 @@ class FollowLookups:
         message, spec, pool = asked.message, session.spec, self._context.pool
         assert spec is not None
         prompt = message.root, asked.digests, message.tokens, message.tail
-        source = SavingLookup(self._context, session.engine, set())
-        coming = yield from search_hit(source, spec, *prompt, asked.blocks)
-        if source.used:
+        used: set[tuple[int, int]] = set()
+        view = view_of_saves(self._context, session.engine, used)
+        coming = yield from search_hit(view, spec, *prompt, asked.blocks)
+        if used:
             here = yield from search_hit(pool, spec, *prompt, asked.blocks)
             more = _tokens(spec, message, coming) - _tokens(spec, message, here)
             now = time.monotonic()
-            waits = [self._context.driver.expected(step, now) for step in source.used]
+            waits = [self._context.driver.expected(step, now) for step in used]
             compute_s = message.follow_ms / 1e3 * more / max(1, message.tokens)
             if more > 0 and all(wait is not None and wait < compute_s for wait in waits):
                 self._context.driver.follows.allow(session.engine, message.request, now)
-                yield from self._answers.followed(
-                    session, asked, lambda: search_hit(source, spec, *prompt, asked.blocks)
-                )
+                yield from self._answers.followed(session, asked, lambda: search_hit(view, spec, *prompt, asked.blocks))
                 return
         yield from self._answers.stored(session, asked, "")
 
@@ -174,9 +138,9 @@ class FollowLookups:
             return
         self._context.handoffs.claim(handoff, now, message.lease_ms / 1e3)
         self._context.driver.follows.allow(session.engine, message.request, now)
-        source = HandoffLookup(self._context.pool, handoff)
+        view = view_of_handoff(self._context.pool, handoff)
         prompt = message.root, asked.digests, message.tokens, message.tail
-        yield from self._answers.followed(session, asked, lambda: search_hit(source, spec, *prompt, asked.blocks))
+        yield from self._answers.followed(session, asked, lambda: search_hit(view, spec, *prompt, asked.blocks))
 
     def _readable_open(self, session: ClientSession, handoff: Handoff) -> bool:
         """Can a load follow what is being stored? Of objects that cover others of its engine's, only when complete."""

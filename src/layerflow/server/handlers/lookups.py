@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import time
 from collections.abc import Callable, Generator
 
@@ -21,14 +20,13 @@ from layerflow.server.handlers.remote import DIGESTS_PER_SLICE, KEPT_KEY_BYTES, 
 from layerflow.server.peers.questions import PeerAnswer
 from layerflow.server.plans import lease_owner, lookup_owner
 from layerflow.server.search import (
-    TieredLookup,
-    TierLookup,
     ask_tier,
     bring_pieces,
     find_and_bring,
     hit_keys,
     prompt_keys,
     prompt_objects,
+    view_of_tier,
 )
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import ToServer
@@ -183,9 +181,8 @@ class Lookups:
 
         def tell(found: frozenset[bytes]) -> Work:
             digests = (yield from read_lookup(spec, message)).digests
-            hit = yield from search_hit(
-                TierLookup(tier, found), spec, message.root, digests, message.tokens, message.tail
-            )
+            there = view_of_tier(None, tier, found)
+            hit = yield from search_hit(there, spec, message.root, digests, message.tokens, message.tail)
             context.send(session, _found(message.id, hit))
 
         digests = [*asked.digests, message.tail] if message.tail else asked.digests
@@ -228,7 +225,7 @@ class Lookups:
         covering = None if direct else pool.covering(spec)
         pieces: set[bytes] = set()
         if covering is not None:
-            there = TieredLookup(pool, tier, found, covering=covering)
+            there = view_of_tier(pool, tier, found, covering=covering)
             hit = yield from search_hit(there, spec, *prompt, blocks)
             above = lookup.root, digests
             pieces = yield from bring_pieces(pool, tier, spec, covering, above, hit, found, session.engine)
@@ -321,8 +318,8 @@ class Lookups:
 
     def _plan(self, session: ClientSession, message: wire.Lookup, owner: Owner) -> int:
         """Make what `owner` pins a plan's: its number; 0: no worker could use one."""
-        context, engine = self._context, session.engine
-        workers = context.sessions.workers_of(engine)
+        context = self._context
+        workers = context.sessions.workers_of(session.engine)
         if not workers or any(worker.direct for worker in workers):
             return 0
         pinned = context.pool.pinned_by(owner) * PINNED_BYTES
@@ -330,9 +327,8 @@ class Lookups:
             charge = session.account.charge(f"request {message.request!r}: the plan of a hit", pinned)
         except Refused:
             return 0  # what it has hit is leased all the same
-        session.leases[message.request] = math.inf
         numbers = [worker.number for worker in workers]
-        return context.plans.keep(engine, message.request, session.number, numbers, owner, charge)
+        return context.plans.keep(session, message.request, numbers, owner, charge)
 
     def _found(
         self,

@@ -13,6 +13,7 @@ from layerflow.kinds import Kind
 from layerflow.lives import Life
 from layerflow.objects import object_bytes
 from layerflow.pool.base import NewObject, Owner, Pool, ReserveStatus
+from layerflow.pool.chunk_index import ChunkIndex
 from layerflow.server.account import Charge
 from layerflow.spec import ModelSpec, first_mismatch, model_facts
 
@@ -97,7 +98,6 @@ class Handoff:
     :param foreign: those that somebody else brings into the arena, whose end nobody tells of.
     :param ended: its engine computes nothing more of it.
     :param parts: how many other servers keep parts of it that are not complete.
-    :param due: what then happens depends on the state: nobody opened it, it is not complete, its lease is over.
     :param claims: readers that have come for it.
     :param watchers: told of its next state.
     :param charge: what the client that opened it is charged for it.
@@ -111,13 +111,12 @@ class Handoff:
     spec: ModelSpec | None = None
     tokens: int = 0
     lease_s: float = 0.0
-    due: float = math.inf
     reason: str = ""
     ended: bool = False
     parts: int = 0
     claims: int = 0
     objects: dict[bytes, NewObject] = field(default_factory=dict)
-    partial: list[NewObject] = field(default_factory=list)
+    partial: ChunkIndex = field(default_factory=ChunkIndex)
     parts_kept: set[bytes] = field(default_factory=set)
     pending: set[bytes] = field(default_factory=set)
     promised: set[bytes] = field(default_factory=set)
@@ -133,7 +132,9 @@ class Handoff:
     def keep(self, objects: Mapping[bytes, NewObject]) -> None:
         """It keeps these, too."""
         self.objects.update(objects)
-        self.partial += [new for new in objects.values() if new.parent]
+        for new in objects.values():
+            if new.parent:
+                self.partial.add(new.key, new.tokens, new.parent)
         self.parts_kept.update(key[DIGEST_BYTES:] for key in objects)
 
     def enter(self, status: HandoffStatus) -> None:

@@ -24,8 +24,8 @@ from layerflow.flow.events import Event, Hop, HostLost, WriteOpened
 from layerflow.hosts.backend import IndexEntry, ObjectStatus
 from layerflow.keys import describe_key
 from layerflow.observe.collectors import TierStatistics
-from layerflow.pool.base import Child, NewObject, Pool, Tail
-from layerflow.pool.chunk_index import ANY_LENGTH, SharedBlocks
+from layerflow.pool.base import NewObject, Pool
+from layerflow.pool.chunk_index import NO_CHUNKS, ChunkIndex
 from layerflow.server.arrivals import Fetches, PendingFetch, StepKey
 from layerflow.server.tier.host import HostProcess
 from layerflow.server.tier.index import MAX_RECENT_CHUNKS, TierIndex
@@ -170,7 +170,7 @@ class Tier:
         self._log = structlog.get_logger("layerflow.server.tier.tier")
         self._index = TierIndex()
         self._generation = self._coming = 0  # of the host's index: which is whole here, and which is being told
-        self._recent = SharedBlocks(MAX_RECENT_CHUNKS)  # of a backend without an index: what this server wrote to it
+        self._recent = ChunkIndex(MAX_RECENT_CHUNKS)  # of a backend without an index: what this server wrote to it
         self._hidden: ExpiringSet[bytes] = ExpiringSet(MAX_HIDDEN_KEYS)  # their last read failed: a retry must not loop
         self._clearing: dict[int, asyncio.Future[Cleared]] = {}
         self._numbers = ascending()
@@ -228,14 +228,12 @@ class Tier:
             self._hidden.add(key, until)
         return len(keys)
 
-    def tails(self, parent: bytes, most: int = ANY_LENGTH, *, undigested: bool = False) -> Iterator[Tail]:
-        """Partial chunks that follow `parent` and can be brought; parameters as :meth:`.Tails.after`."""
-        return self._index.tails.after(parent, most, undigested=undigested) if self.up else iter(())
-
-    def sharing(self, block: bytes) -> Iterator[Child]:
-        """Chunks whose first block has this digest, newest first. Whether they are there is to be asked."""
-        known = self._index if self.indexed else self._recent
-        return known.sharing(block) if self.up else iter(())
+    @property
+    def chunks(self) -> ChunkIndex:
+        """Chunks that can be brought. Of a backend without an index: whether they are there is to be asked."""
+        if not self.up:
+            return NO_CHUNKS
+        return self._index.chunks if self.indexed else self._recent
 
     # Loads ---------------------------------------------------------------------------------------
 
@@ -462,7 +460,7 @@ class Tier:
         if self.indexed:
             self._index.add([IndexEntry(new.key, new.blocks, new.tokens, new.parent, new.block_digests)])
         elif new.block_digests:
-            self._recent.add(Child(new.tokens, new.key, new.block_digests))
+            self._recent.add(new.key, new.tokens, block_digests=new.block_digests)
 
     def _write_failed(self, key: bytes, outcome: int, reason: str) -> None:
         name = ObjectStatus(outcome).name.lower()
