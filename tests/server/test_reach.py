@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerflow.agent.client import hit_of as hit_of_prompt
-from layerflow.agent.client import lookup_of
+from layerflow.agent.presence import hit_of as hit_of_prompt
+from layerflow.agent.presence import lookup_of
 from layerflow.config.settings import PoolSettings
 from layerflow.hits import BlockDigests, find_hit
 from layerflow.keys import Chain, object_key
