@@ -380,7 +380,12 @@ class Server:
             rooms[wire.WANT_PRESENCE] = SharedRegion(table.fd, table.nbytes)
         clients = self._clients
         self._fd_server = FdServer(
-            self.fd_server_path, rooms, clients.entered, clients.gone, clients.hung_up, clients.may_stay
+            self.fd_server_path,
+            rooms,
+            on_entered=clients.entered,
+            on_gone=clients.gone,
+            on_hang_up=clients.hung_up,
+            may_stay=clients.may_stay,
         )
         self._fd_server.start()
         local = self._door(LOCAL) if server.endpoint.startswith("ipc://") else self._router(LOCAL)
