@@ -238,7 +238,8 @@ class Lookups:
         come_by = heard + tier.settings.lookup_timeout_ms / 1e3 if until is None else until
         lease_until = lookup.lease_ms / 1e3 + (time.monotonic() if until is None else until)
         session.leases[lookup.request] = lease_until
-        tier.lease([*pieces], owner, lease_until)
+        incoming = self._context.driver.incoming
+        incoming.lease(pieces, owner, lease_until)
         resets = session.resets
 
         def go_on() -> None:
@@ -249,7 +250,7 @@ class Lookups:
             else:
                 self._context.send(session, wire.Found(lookup.id, 0, []))
 
-        tier.when_come([*pieces], come_by, go_on)
+        incoming.when_come(pieces, come_by, go_on)
 
     def _find(
         self,
@@ -299,14 +300,14 @@ class Lookups:
         spec = session.spec if hit.drafts else session.spec.own
         if not (hit.tokens or hit.tails):
             return b""
-        pool, tier = self._context.pool, self._context.tier
+        pool, tier, incoming = self._context.pool, self._context.tier, self._context.driver.incoming
         session.leases[message.request] = until
         coming = lease_owner(session.engine, message.request)
         packed: list[bytes] = []
         for keys in hit_keys(spec, digests, hit):
             packed.append(pool.lease(keys, owner, until))
             if tier is not None:
-                tier.lease(keys, coming, until)
+                incoming.lease(keys, coming, until)
             yield
         # A plan's columns are the shards of the whole spec.
         if len(spec.shard.peers()) != len(session.spec.shard.peers()):

@@ -28,10 +28,10 @@ from layerflow.objects import HEADER_BYTES, object_bytes, payload_bytes
 from layerflow.observe.logs import LogLimit
 from layerflow.pool.base import Located, Pool
 from layerflow.server.account import Accounts, Refused
-from layerflow.server.arrivals import Follows
 from layerflow.server.clients import Address, Turns, Work
 from layerflow.server.handoffs.handoff import Handoff, HandoffStatus, model_mismatch
 from layerflow.server.handoffs.registry import Handoffs
+from layerflow.server.incoming import Follows
 from layerflow.server.peers.readers import Lease, OwnSizes, Reader
 from layerflow.server.tier.host import HostProcess
 from layerflow.spec import GroupSpec, ModelSpec
@@ -45,7 +45,7 @@ from layerflow.wire.rights import Rights
 
 # What is lent while it is being stored: readers are told of each layer, and of objects that will not be whole.
 #
-# The core follows the save for them (:class:`layerflow.server.arrivals.Follows`), and keeps the room of what is
+# The core follows the save for them (:class:`layerflow.server.incoming.Follows`), and keeps the room of what is
 # given up until the exporter has said that it reads nothing of the lease any more.
 
 
@@ -110,13 +110,14 @@ class OpenObjects:
         saves: dict[object, int] = {}
         for end, keys in by_end.items():
             number, group = ends[end]
-            for key, pending in zip(keys, self._follows.lend(keys, number, group.layers), strict=True):
-                if pending is None:
+            for key, followed in zip(keys, self._follows.lend(keys, number, group.layers), strict=True):
+                if followed is None:
                     continue
+                coming, job = followed
                 # What no step saves yet is stored by whichever steps come: each object on its own.
-                save = saves.setdefault(key if pending.job.promised else pending.job, len(saves))
-                nbytes = object_bytes(group, pending.blocks)
-                found[key] = OpenObject(pending.offset, pending.blocks, nbytes, pending.job.stored, save, group)
+                save = saves.setdefault(key if job.promised else job, len(saves))
+                nbytes = object_bytes(group, coming.blocks)
+                found[key] = OpenObject(coming.offset, coming.blocks, nbytes, job.stored, save, group)
                 self._lent.setdefault(key, {})[lease] = wanted[key], found[key]
         return found
 

@@ -1,0 +1,630 @@
+"""The book of objects on their way into the arena: fetched from a tier or a peer, or stored by a step and followed.
+
+What moves when, for whom and until when is the core's (:mod:`layerflow.flow.arrivals`). Here is what the core does not
+know: which objects they are, where they have room in the arena, whose that is, and who leases them once they have come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from layerflow.expiring import ExpiringSet
+from layerflow.flow.commands import Arrived, Call, LayersStored, ObjectsLost, RoomFreed, TransferDone
+from layerflow.flow.events import (
+    CallDone,
+    Event,
+    FetchesRevoked,
+    FetchOpened,
+    FollowMoved,
+    FollowOpened,
+    Hop,
+    IncomingFailed,
+    IncomingLeased,
+    Item,
+)
+from layerflow.objects import HEADER_BYTES
+from layerflow.pool.base import NewObject, Owner, Pool, ReserveStatus
+from layerflow.system.numbers import ascending
+from layerflow.wire.host_messages import EndFetch, Fetch, Fetched, Objects, Pull, ToHost
+from layerflow.wire.packing import pack_u32, pack_u64
+
+StepKey = tuple[int, int]
+Lease = tuple[Owner, float, frozenset[bytes]]
+IncomingCommand = Call | Arrived | ObjectsLost | RoomFreed | LayersStored | TransferDone
+
+
+@dataclass(slots=True, eq=False)
+class IncomingJob:
+    """Objects of one group that are on their way together: one fetch, or one follow.
+
+    :param source: brings them.
+    :param keys: by position, as the core and whoever moves them know them.
+    :param layers: the model's layer numbers, as the core knows them.
+    :param left: positions whose room is neither published nor free again.
+    :param done: nothing of it comes any more.
+    """
+
+    number: int
+    source: IncomingSource
+    keys: list[bytes]
+    layers: tuple[int, ...]
+    left: set[int]
+    done: bool = False
+
+    @property
+    def owner(self) -> Owner:
+        """Who has the room of what a fetch brings, and of what a follow was to take and nobody stores."""
+        return (self.source.name, self.number)
+
+
+class IncomingObject(NamedTuple):
+    """An object that is on its way: its room in the arena, and its place among those that come with it."""
+
+    offset: int
+    blocks: int
+    job: IncomingJob
+    position: int
+
+
+class IncomingSource:
+    """Who brings objects.
+
+    :ivar name: of whoever reserves their room.
+    """
+
+    name = ""
+
+    def __init__(self, incoming: IncomingObjects) -> None:
+        self._incoming = incoming
+
+    def __len__(self) -> int:
+        return sum(job.source is self for job in self._incoming.jobs.values())
+
+    @property
+    def coming_objects(self) -> int:
+        """Objects that may still come from here."""
+        return sum(each.job.source is self for each in self._incoming.coming.values())
+
+    def coming(self, key: bytes) -> IncomingObject | None:
+        """Return where an object will be that comes from here; None = it is not on its way, or will not come."""
+        coming = self._incoming.coming.get(key)
+        return coming if coming is not None and coming.job.source is self else None
+
+    def obey(self, job: IncomingJob, command: IncomingCommand) -> None:
+        """Do what the core wants of a job; the book takes note of it then."""
+
+    def left(self, job: IncomingJob) -> None:
+        """Forget a job that has left the book."""
+
+
+class IncomingObjects:
+    """All objects that are on their way into the arena of a server.
+
+    :param emit: to the core, which answers with the commands that are given here.
+    """
+
+    def __init__(self, pool: Pool, emit: Callable[[Sequence[Event]], None]) -> None:
+        self.pool = pool
+        self.emit = emit
+        self.numbers = ascending()  #: of jobs; the core is told of them in this order
+        self.jobs: dict[int, IncomingJob] = {}  #: those that are not over
+        self.coming: dict[bytes, IncomingObject] = {}  #: what is on its way, and may still come
+        self._leased: dict[IncomingJob, list[Lease]] = {}
+        self._waiting: list[tuple[set[bytes], Callable[[], None]]] = []
+
+    def add(self, job: IncomingJob, room: Iterable[tuple[int, int]]) -> None:
+        """Begin a job.
+
+        :param room: of each object, its offset in the arena and its blocks.
+        """
+        self.jobs[job.number] = job
+        for position, (key, (offset, blocks)) in enumerate(zip(job.keys, room, strict=True)):
+            self.coming[key] = IncomingObject(offset, blocks, job, position)
+
+    def positions(self, number: int) -> list[int]:
+        """Return which objects of a job may still come."""
+        job = self.jobs[number]
+        return [at for at, key in enumerate(job.keys) if (coming := self.coming.get(key)) and coming.job is job]
+
+    def obey(self, command: IncomingCommand) -> None:
+        """What the core wants done, or what has become true."""
+        job = self.jobs[command.transfer]
+        job.source.obey(job, command)
+        match command:
+            case Arrived():
+                self._arrived(job, command)
+            case ObjectsLost():
+                self._leave([job.keys[position] for position in command.objects])
+            case RoomFreed():
+                job.left.difference_update(command.objects)
+                self.pool.revoke([job.keys[position] for position in command.objects], job.owner)
+            case TransferDone():
+                job.done = True
+        if job.done and not job.left:
+            del self.jobs[job.number]
+            self._leased.pop(job, None)
+            job.source.left(job)
+
+    def _arrived(self, job: IncomingJob, command: Arrived) -> None:
+        """They are in the arena, whole: pinned for whoever has leased them, and for the steps that load them."""
+        keys = [job.keys[position] for position in command.objects]
+        for owner, until, wanted in self._leased.get(job, ()):
+            self.pool.hold([key for key in keys if key in wanted], owner, until, lease=True)
+        for session, step, objects in command.readers:
+            self.pool.hold([job.keys[position] for position in objects], ("step", session, step), math.inf)
+        job.left.difference_update(command.objects)
+        self._leave(keys)
+
+    def _leave(self, keys: Sequence[bytes]) -> None:
+        """These are not on their way any more."""
+        for key in keys:
+            self.coming.pop(key, None)
+        if self._waiting:
+            for left, _ in self._waiting:
+                left.difference_update(keys)
+            done = [then for left, then in self._waiting if not left]
+            self._waiting = [each for each in self._waiting if each[0]]
+            for then in done:
+                then()
+
+    # Fetches that are waited for, leased, given up -----------------------------------------------
+
+    def when_come(self, keys: Iterable[bytes], until: float, then: Callable[[], None]) -> None:
+        """Call `then` once: when none of these is on its way, whatever became of it, or at `until`; perhaps at once."""
+        left, call = {key for key in keys if key in self.coming}, once(until, then)
+        if left:
+            self._waiting.append((left, call))
+        else:
+            call()
+
+    def lease(self, keys: Iterable[bytes], owner: Owner, until: float) -> None:
+        """Pin for `owner`, once they have come, those of these that are fetched."""
+        if not self.coming:
+            return
+        by_job: dict[IncomingJob, set[bytes]] = {}
+        for key in keys:
+            coming = self.coming.get(key)
+            if coming is not None and isinstance(coming.job, FetchJob):
+                by_job.setdefault(coming.job, set()).add(key)
+        first = [IncomingLeased(job.number, True) for job in by_job if job not in self._leased]
+        for job, wanted in by_job.items():
+            self._leased.setdefault(job, []).append((owner, until, frozenset(wanted)))
+        self.emit(first)
+
+    def drop_lease(self, owner: Owner, keys: Iterable[bytes] | None = None) -> None:
+        """The owner wants these no more, None = nothing any more."""
+        if not self._leased:
+            return
+        gone = None if keys is None else frozenset(keys)
+        self._drop(lambda lease: _without(lease, gone) if lease[0] == owner else lease)
+
+    def drop_leases(self, belongs: Callable[[Owner], bool]) -> None:
+        """These owners are gone: they want nothing any more."""
+        self._drop(lambda lease: _without(lease, None) if belongs(lease[0]) else lease)
+
+    def lease_owners(self) -> set[Owner]:
+        """Who has leased something that is on its way."""
+        return {owner for leases in self._leased.values() for owner, _, _ in leases}
+
+    def _drop(self, change: Callable[[Lease], Lease]) -> None:
+        dropped: list[Event] = []
+        for job, leases in list(self._leased.items()):
+            if job.done:
+                continue
+            self._leased[job] = [left for lease in leases if (left := change(lease))[2]]
+            if not self._leased[job]:
+                del self._leased[job]
+                dropped.append(IncomingLeased(job.number, False))
+        self.emit(dropped)
+
+    def revoke(self, reason: str, *, unwanted: bool = False) -> int:
+        """Nothing that is fetched now is published, whenever its host ends it; how many objects.
+
+        :param unwanted: only what no lease and no living load wants.
+        """
+        before = self._fetched()
+        self.emit([FetchesRevoked(reason, unwanted)])
+        return before - self._fetched()
+
+    def _fetched(self) -> int:
+        return sum(isinstance(each.job, FetchJob) for each in self.coming.values())
+
+
+def _without(lease: Lease, gone: frozenset[bytes] | None) -> Lease:
+    """What is left of a lease once its owner wants these no more; None = nothing any more."""
+    by, until, keys = lease
+    return by, until, keys - gone if gone is not None else frozenset()
+
+
+def once(until: float, then: Callable[[], None]) -> Callable[[], None]:
+    """Calls `then` when it is first called, or else at `until`."""
+    pending = [then]
+
+    def call() -> None:
+        if pending:
+            timer.cancel()
+            pending.pop()()
+
+    timer = asyncio.get_running_loop().call_later(max(0.0, until - time.monotonic()), call)
+    return call
+
+
+# Fetched by a host.
+
+
+@dataclass(slots=True, eq=False)
+class FetchJob(IncomingJob):
+    """One fetch; its objects by position."""
+
+    objects: list[NewObject] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class AtPeer:
+    """Where the objects of a fetch lie at a peer.
+
+    :param origin: of the job, see :class:`layerflow.wire.peer_link.Origin`.
+    :param positions: of each key among those of the peer's lease.
+    :param available: so many leading layers are stored there; -1 = all.
+    """
+
+    origin: bytes
+    positions: Mapping[bytes, int]
+    available: int = -1
+
+
+class Fetches(IncomingSource):
+    """What one host fetches.
+
+    :param send: to the host; False = there is none.
+    :param failed: told of every object that did not come, with its outcome's number.
+    :param hop: from the backend, or from peers.
+    :param called: told of every call that the host is given.
+    :param ended: told of the number of every fetch that is over.
+    """
+
+    name = "fetch"
+
+    def __init__(
+        self,
+        incoming: IncomingObjects,
+        send: Callable[[ToHost], bool],
+        failed: Callable[[bytes, int, str], None],
+        *,
+        hop: Hop = Hop.FETCH,
+        called: Callable[[Call], None] | None = None,
+        ended: Callable[[int], None] | None = None,
+    ) -> None:
+        super().__init__(incoming)
+        self._send = send
+        self._failed = failed
+        self._hop, self._called, self._ended = hop, called, ended
+        self.fetched_objects = 0
+        self.fetched_bytes = 0
+        self.refused = 0
+
+    def among(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return which of these are on their way from this host."""
+        known = self._incoming.coming
+        if not known:
+            return [False] * len(keys)
+        return [coming is not None and coming.job.source is self for coming in map(known.get, keys)]
+
+    def begin(
+        self, objects: Sequence[NewObject], layers: Sequence[int], engine: str, at_peer: AtPeer | None = None
+    ) -> int:
+        """Start bringing objects of one group that are neither in the arena nor on their way.
+
+        What finds no room in the arena stays where it is; :meth:`coming` tells.
+
+        :param layers: the model's layer numbers of the group.
+        :param engine: for which.
+        :param at_peer: where they lie; None = at the backend.
+        :returns: the fetch's number; 0 = none has begun.
+        """
+        pool, number = self._incoming.pool, next(self._incoming.numbers)
+        owner: Owner = (self.name, number)
+        room = zip(objects, pool.reserve(objects, owner), strict=True)
+        placed = [(new, place.offset) for new, place in room if place.outcome is ReserveStatus.RESERVED]
+        self.refused += len(objects) - len(placed)
+        if not placed:
+            return 0
+        mine = [new for new, _ in placed]
+        job = FetchJob(number, self, [new.key for new in mine], tuple(layers), set(range(len(mine))), objects=mine)
+        told = describe(placed, len(layers))
+        if at_peer is not None:
+            positions = pack_u32([at_peer.positions[key] for key in job.keys])
+            told = msgspec.structs.replace(told, origin=at_peer.origin, positions=positions)
+        if not self._send(Fetch(number, told)):
+            pool.revoke(job.keys, owner)
+            return 0
+        self._incoming.add(job, [(offset, new.blocks) for new, offset in placed])
+        items = tuple(Item((new.nbytes - HEADER_BYTES) // len(layers), new.blocks) for new in mine)
+        available = -1 if at_peer is None else at_peer.available
+        self._incoming.emit([FetchOpened(number, engine, job.layers, items, available, self._hop)])
+        return number
+
+    def heard(self, message: Fetched) -> None:
+        """The host has ended a call."""
+        job = self._incoming.jobs.get(message.id)
+        if job is None or job.source is not self:
+            return
+        failed = [failure for failure in message.failed if self.coming(job.keys[failure.position])]
+        for failure in failed:
+            self._failed(job.keys[failure.position], failure.outcome, failure.reason)
+        done = tuple((failure.position, failure.reason) for failure in failed)
+        self._incoming.emit([CallDone(self._hop, message.call, done)])
+
+    def obey(self, job: IncomingJob, command: IncomingCommand) -> None:
+        """Tell the host; publish what has come."""
+        match command:
+            case Call():
+                if self._called is not None:
+                    self._called(command)
+                lo, hi, layer_lo, layer_hi = command.lo, command.hi, command.layer_lo, command.layer_hi
+                self._send(Pull(command.transfer, command.call, lo, hi, layer_lo, layer_hi))
+            case Arrived():
+                assert isinstance(job, FetchJob)
+                self.fetched_objects += len(command.objects)
+                self.fetched_bytes += sum(job.objects[position].nbytes for position in command.objects)
+                self._incoming.pool.commit([job.keys[position] for position in command.objects], job.owner)
+            case TransferDone():
+                self._send(EndFetch(command.transfer))
+
+    def left(self, job: IncomingJob) -> None:
+        """Tell that a fetch is over."""
+        if self._ended is not None:
+            self._ended(job.number)
+
+
+def describe(placed: Sequence[tuple[NewObject, int]], layers: int) -> Objects:
+    """Objects of one group, and where their headers are in the arena, as the host is told of them."""
+    objects = [new for new, _ in placed]
+    return Objects(
+        layers,
+        b"".join(new.key for new in objects),
+        pack_u64([offset for _, offset in placed]),
+        pack_u32([new.blocks for new in objects]),
+        pack_u64([(new.nbytes - HEADER_BYTES) // layers for new in objects]),
+        pack_u32([new.tokens for new in objects]),
+        tuple((position, new.parent) for position, new in enumerate(objects) if new.parent),
+        tuple((position, new.block_digests) for position, new in enumerate(objects) if new.block_digests),
+    )
+
+
+# Stored by a step, and taken by loads meanwhile: what a step saves, or a hand-off keeps room for until one does.
+
+
+ALLOWED_S = 600.0
+"""How long after its lookup a request's steps may follow what it has hit."""
+MOST_ALLOWED = 1 << 18
+"""Requests whose steps may follow. Of more, the steps of the oldest find their objects missing and compute them."""
+
+
+@dataclass(slots=True, eq=False)
+class FollowJob(IncomingJob):
+    """One follow.
+
+    :param promised: no step saves its objects yet.
+    :param stored: so many leading layers are.
+    """
+
+    promised: bool = False
+    stored: int = 0
+
+
+class LentListener(Protocol):
+    """Who lends objects that are being stored. Called on the loop."""
+
+    def lent_stored(self, keys: Sequence[bytes], layers: int) -> None:
+        """So many leading layers of these are stored."""
+
+    def lent_whole(self, keys: Sequence[bytes]) -> None:
+        """These are complete."""
+
+    def lent_lost(self, keys: Sequence[bytes], reason: str) -> None:
+        """These will not be."""
+
+
+class Follows(IncomingSource):
+    """All follows of a server.
+
+    :param part_of: of an object that a step saves, the position of its save part; None = the step saves it no more.
+    :ivar objects: followed since the start.
+    """
+
+    name = "follow"
+
+    def __init__(self, incoming: IncomingObjects, part_of: Callable[[StepKey, bytes], int | None]) -> None:
+        super().__init__(incoming)
+        self._part_of = part_of
+        # By key, what loads may read although perhaps nobody will store it: its follow, and its position there.
+        self._held: dict[bytes, tuple[FollowJob, int]] = {}
+        self._lent: dict[FollowJob, set[bytes]] = {}  # to other servers
+        self._allowed: ExpiringSet[tuple[str, str]] = ExpiringSet(MOST_ALLOWED)  #: engine and request
+        self.objects = 0
+        self.listener: LentListener | None = None
+
+    # Whose requests may follow -------------------------------------------------------------------
+
+    def allow(self, engine: str, request: str, now: float) -> None:
+        """Let the steps of a request wait for objects that are still to be stored: its lookup has hit some."""
+        self._allowed.add((engine, request), now + ALLOWED_S)
+
+    def disallow(self, engine: str, request: str) -> None:
+        """Take that back: the request's hit was dropped."""
+        self._allowed.discard((engine, request))
+
+    def allowed(self, engine: str, request: str) -> bool:
+        """Return whether the request's steps may wait for objects that are not stored."""
+        return (engine, request) in self._allowed
+
+    def expire(self, now: float) -> None:
+        """Forget requests that looked up long ago."""
+        self._allowed.expire(now)
+
+    # Loads ---------------------------------------------------------------------------------------
+
+    def open(self, keys: Iterable[bytes], group: int, layers: Sequence[int]) -> None:
+        """Register loads for objects that a step saves or a hand-off keeps room for; others are ignored.
+
+        :meth:`coming` then tells their places.
+
+        :param keys: of one group.
+        :param layers: the model's layer numbers of the group.
+        """
+        saved: dict[StepKey, dict[bytes, int]] = {}
+        promised: list[bytes] = []
+        for key in keys:
+            writer = self._incoming.pool.writer(key) if key not in self._held else None
+            match writer:
+                case ("step", int(session), int(step)):
+                    part = self._part_of((session, step), key)
+                    if part is not None:
+                        saved.setdefault((session, step), {})[key] = part
+                case ("handoff", _, _):
+                    promised.append(key)
+        events = [_opened(self._begin(parts, layers), parts, group, step) for step, parts in saved.items()]
+        if promised:
+            job = self._begin(promised, layers, promised=True)
+            events.append(FollowOpened(job.number, job.layers, len(promised)))
+        self._incoming.emit(events)
+
+    # Other servers -------------------------------------------------------------------------------
+
+    def lend(
+        self, keys: Sequence[bytes], group: int, layers: Sequence[int]
+    ) -> list[tuple[IncomingObject, FollowJob] | None]:
+        """Follow these for another server, as far as somebody stores them or keeps room, until :meth:`give_back`."""
+        self.open([key for key in keys if key not in self._incoming.coming], group, layers)
+        found: list[tuple[IncomingObject, FollowJob] | None] = []
+        first: list[Event] = []
+        for key in keys:
+            coming = self.coming(key)
+            if coming is None:
+                found.append(None)
+                continue
+            job, _ = self._held[key]
+            if job not in self._lent:
+                first.append(IncomingLeased(job.number, True))
+            self._lent.setdefault(job, set()).add(key)
+            found.append((coming, job))
+        self._incoming.emit(first)
+        return found
+
+    def give_back(self, keys: Iterable[bytes]) -> None:
+        """No other server reads these any more."""
+        gone = set(keys)
+        over: list[Event] = []
+        for job, lent in list(self._lent.items()):
+            lent.difference_update(gone)
+            if not lent:
+                del self._lent[job]
+                over.append(IncomingLeased(job.number, False))
+        self._incoming.emit(over)
+
+    # Saves ---------------------------------------------------------------------------------------
+
+    def adopted(self, step: StepKey, group: int, parts: Mapping[bytes, int]) -> list[Event]:
+        """A step saves these objects of one group now: what the core is told once it knows of the step.
+
+        :param parts: of each object, its position in the step's saves.
+        """
+        if not self._held:
+            return []
+        by_job: dict[FollowJob, dict[int, bytes]] = {}
+        for key in parts:
+            if self.coming(key) is not None:
+                job, position = self._held[key]
+                if job.promised:
+                    by_job.setdefault(job, {})[position] = key
+        events: list[Event] = []
+        for job, mine in by_job.items():
+            job.left.difference_update(mine)
+            saved = {key: parts[key] for key in mine.values()}
+            heir = self._begin(saved, job.layers)
+            lent = self._lent.get(job, set()) & saved.keys()
+            if lent:
+                self._lent[heir] = lent
+                self._lent[job] -= lent
+                if not self._lent[job]:
+                    del self._lent[job]
+                    events.append(IncomingLeased(job.number, False))
+            opened = _opened(heir, saved, group, step, leased=bool(lent))
+            events += [opened, FollowMoved(job.number, tuple(mine), heir.number)]
+        return events
+
+    def withdraw(self, keys: Sequence[bytes], owner: Owner, reason: str) -> None:
+        """Nobody will store these, for which `owner` has room: it returns once no load touches it."""
+        pool = self._incoming.pool
+        free = [key for key in keys if key not in self._held]
+        if free:
+            pool.revoke(free, owner)
+        lost: dict[FollowJob, list[tuple[int, str]]] = {}
+        for key in keys:
+            if key in self._held:
+                job, position = self._held[key]
+                pool.transfer([key], owner, job.owner)
+                if job.promised and key in self._incoming.coming:
+                    lost.setdefault(job, []).append((position, reason))
+        self._incoming.emit([IncomingFailed(job.number, tuple(failed)) for job, failed in lost.items()])
+
+    # The core ------------------------------------------------------------------------------------
+
+    def obey(self, job: IncomingJob, command: IncomingCommand) -> None:
+        """Tell who lends its objects what becomes of them."""
+        assert isinstance(job, FollowJob)
+        match command:
+            case Arrived():
+                whole = [job.keys[position] for position in command.objects]
+                for key in whole:
+                    del self._held[key]
+                if self.listener is not None and (lent := self._lent_of(job, whole)):
+                    self.listener.lent_whole(lent)
+            case ObjectsLost():
+                lost = self._lent_of(job, [job.keys[position] for position in command.objects])
+                if self.listener is not None and lost:
+                    self.listener.lent_lost(lost, command.reason)
+            case LayersStored():
+                job.stored = command.layers
+                lent = [key for key in self._lent_of(job, job.keys) if key in self._incoming.coming]
+                if self.listener is not None and lent:
+                    self.listener.lent_stored(lent, command.layers)
+            case RoomFreed():
+                for position in command.objects:
+                    self._held.pop(job.keys[position], None)
+
+    def left(self, job: IncomingJob) -> None:
+        """Forget to whom it is lent."""
+        assert isinstance(job, FollowJob)
+        self._lent.pop(job, None)
+
+    # ---------------------------------------------------------------------------------------------
+
+    def _lent_of(self, job: FollowJob, keys: Sequence[bytes]) -> list[bytes]:
+        lent = self._lent.get(job)
+        return [key for key in keys if key in lent] if lent else []
+
+    def _begin(self, keys: Iterable[bytes], layers: Sequence[int], *, promised: bool = False) -> FollowJob:
+        mine = list(keys)
+        number = next(self._incoming.numbers)
+        job = FollowJob(number, self, mine, tuple(layers), set(range(len(mine))), promised=promised)
+        self.objects += len(mine)
+        room = [self._incoming.pool.room(key) for key in mine]
+        self._incoming.add(job, [(place.offset, place.blocks) for place in room if place is not None])
+        self._held.update((key, (job, position)) for position, key in enumerate(mine))
+        return job
+
+
+def _opened(
+    job: FollowJob, parts: Mapping[bytes, int], group: int, step: StepKey, *, leased: bool = False
+) -> FollowOpened:
+    """What the core is told of a follow of what a step saves."""
+    return FollowOpened(job.number, job.layers, len(parts), *step, group, tuple(parts.values()), leased=leased)
