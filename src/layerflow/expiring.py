@@ -1,10 +1,11 @@
-"""A bounded memory of keys, each remembered until a time."""
+"""Keys that each last until a time: a bounded memory of them, and a heap that tells whose time is over."""
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Set
+from collections.abc import Hashable, Iterable, Iterator, Set
 from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
@@ -64,3 +65,71 @@ class ExpiringSet(Generic[Key]):
         """
         while self._until and next(iter(self._until.values())) <= now:
             self._until.popitem(last=False)
+
+
+_STALE = 256
+"""Entries of a heap that may be stale beyond twice as many as there are keys."""
+
+
+class ExpiryHeap(Generic[Key]):
+    """Keys that each end at a time, in seconds on one clock of the caller's; ``inf`` = they never end by themselves.
+
+    A key gets a new entry in the heap whenever its time is set, and its older ones are passed over once they are the
+    first: setting, discarding and ending a key take a time that grows with the logarithm of their number.
+    """
+
+    def __init__(self) -> None:
+        self._entry: dict[Key, tuple[float, int, Key]] = {}  #: the valid one of each key; the others are stale
+        self._heap: list[tuple[float, int, Key]] = []
+        self._serial = 0  #: tells entries of one time apart, for keys need not compare
+
+    def __len__(self) -> int:
+        return len(self._entry)
+
+    def __iter__(self) -> Iterator[Key]:
+        """Iterate over the keys in the order in which they were first set."""
+        return iter(self._entry)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entry
+
+    @property
+    def entries(self) -> int:
+        """How many entries the heap has, stale ones included."""
+        return len(self._heap)
+
+    def until(self, key: Key) -> float:
+        """Return when a key ends; ``-inf`` = there is no such key."""
+        entry = self._entry.get(key)
+        return -math.inf if entry is None else entry[0]
+
+    def set(self, key: Key, until: float) -> None:
+        """Let a key end at this time, whenever it was to end before."""
+        self._serial += 1
+        entry = self._entry[key] = until, self._serial, key
+        if until < math.inf:
+            heapq.heappush(self._heap, entry)
+            if len(self._heap) > 2 * len(self._entry) + _STALE:
+                self._heap = [each for each in self._heap if self._entry.get(each[2]) is each]
+                heapq.heapify(self._heap)
+
+    def discard(self, key: Key) -> None:
+        """Forget a key."""
+        self._entry.pop(key, None)
+
+    def expire(self, now: float) -> Iterator[Key]:
+        """Yield the keys that end at or before `now`, soonest first; each is forgotten as it is yielded.
+
+        The caller may set and discard keys meanwhile.
+        """
+        while self._heap and self._heap[0][0] <= now:
+            entry = heapq.heappop(self._heap)
+            key = entry[2]
+            if self._entry.get(key) is entry:
+                del self._entry[key]
+                yield key
+
+    def complete(self) -> bool:
+        """Return whether each key that ends is in the heap: an invariant."""
+        listed = set(map(id, self._heap))
+        return all(entry[0] == math.inf or id(entry) in listed for entry in self._entry.values())

@@ -361,7 +361,7 @@ def test_one_that_is_not_complete_in_time_fails(pair: Pair) -> None:
     assert pair.p_control.open_handoff("h", chain, len(chain))
     following = Following(pair, "h", chain, timeout_s=600.0)
     handoffs = pair.server.server.handoffs
-    pair.server.call(lambda: handoffs._set_due(handoffs.get("h"), 0.0))  # not before its reader has come
+    pair.server.call(lambda: handoffs._live.set(handoffs.get("h"), 0.0))  # not before its reader has come
     assert following.finish() == 0 and following.run.failed == {0: set(range(25))}
     state = pair.p_control.watch_handoff("h", PATIENCE_S)
     assert (state.state, state.reason) == ("failed", late)

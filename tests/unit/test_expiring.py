@@ -1,14 +1,15 @@
-"""A set of keys that are remembered until a time."""
+"""Keys that last until a time: a bounded set of them, and a heap that tells whose time is over."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerflow.expiring import ExpiringSet
+from layerflow.expiring import ExpiringSet, ExpiryHeap
 
 MOST = 3
 
@@ -107,3 +108,69 @@ def test_expiry_forgets_no_key_whose_time_is_not_over(added: list[tuple[str, int
     before = keys.among(KEYS, now)
     keys.expire(now)
     assert keys.among(KEYS, now) == before == {key for key, until in dict(added).items() if until > now}
+
+
+def test_the_soonest_ends_first_and_each_once() -> None:
+    heap: ExpiryHeap[str] = ExpiryHeap()
+    for key, until in (("a", 3.0), ("b", 1.0), ("c", 2.0), ("d", math.inf)):
+        heap.set(key, until)
+    assert list(heap.expire(2.0)) == ["b", "c"] and not list(heap.expire(2.0))
+    assert list(heap) == ["a", "d"] and list(heap.expire(1e18)) == ["a"]
+    assert "d" in heap and heap.until("d") == math.inf and heap.until("a") == -math.inf
+
+
+def test_keys_that_end_at_one_time_need_not_compare() -> None:
+    heap: ExpiryHeap[object] = ExpiryHeap()
+    keys = [object(), object(), object()]
+    for key in keys:
+        heap.set(key, 1.0)
+    assert list(heap.expire(1.0)) == keys
+
+
+def test_whoever_is_told_of_an_end_may_change_others() -> None:
+    heap: ExpiryHeap[str] = ExpiryHeap()
+    for key in "abc":
+        heap.set(key, 1.0)
+    ended = []
+    for key in heap.expire(1.0):
+        ended.append(key)
+        heap.discard("b")
+        if ended == ["a"]:
+            heap.set("a", 5.0)
+            heap.set("d", 0.0)
+    assert ended == ["a", "d", "c"] and list(heap) == ["a"]
+
+
+@pytest.mark.parametrize("until", [lambda _: 1e6, lambda turn: 1e6 + turn], ids=["the same time", "later ones"])
+def test_renewing_does_not_pile_up(until: Callable[[int], float]) -> None:
+    heap: ExpiryHeap[str] = ExpiryHeap()
+    for turn in range(5000):
+        heap.set("a", until(turn))
+        heap.set("b", until(turn))
+        heap.discard("b")
+    assert heap.entries < 300 and heap.complete()
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["set", "never", "discard", "expire"]), st.sampled_from(KEYS), st.integers(0, 9))
+    )
+)
+def test_the_heap_is_a_dict_of_ends(events: list[tuple[str, str, int]]) -> None:
+    heap: ExpiryHeap[str] = ExpiryHeap()
+    known: dict[str, float] = {}
+    for event, key, at in events:
+        if event == "expire":
+            over = [each for each, until in known.items() if until <= at]
+            ended = list(heap.expire(at))
+            assert sorted(ended) == sorted(over) and [known[each] for each in ended] == sorted(known[e] for e in over)
+            for each in over:
+                del known[each]
+        elif event == "discard":
+            heap.discard(key)
+            known.pop(key, None)
+        else:
+            known[key] = math.inf if event == "never" else float(at)
+            heap.set(key, known[key])
+        assert list(heap) == list(known) and len(heap) == len(known) and heap.complete()
+        assert {each: heap.until(each) for each in heap} == known

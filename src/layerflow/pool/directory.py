@@ -8,13 +8,13 @@ writing or ready; hidden entries of the same key may linger beside it.
 from __future__ import annotations
 
 import enum
-import heapq
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 
 from layerflow.errors import PoolError
+from layerflow.expiring import ExpiryHeap
 from layerflow.keys import DIGEST_BYTES
 from layerflow.places import NO_PLACE
 from layerflow.pool.base import Located, NewObject, Owner
@@ -22,8 +22,6 @@ from layerflow.pool.chunk_index import ChunkIndex
 from layerflow.pool.eviction import Evictable
 from layerflow.pool.slots import ByOffset
 from layerflow.presence import PresenceWriter, tail_marks
-
-_COMPACT_OVER = 256  # ends listed in the expiry heap beyond twice the owners alive
 
 
 class ObjectState(enum.Enum):
@@ -54,17 +52,6 @@ class DirectoryEntry(Evictable):
         self.writer = writer
 
 
-class OwnerPins:
-    """What one owner pins, until when: a lease is one of these, however many objects it holds."""
-
-    __slots__ = ("end", "entries", "until")
-
-    def __init__(self) -> None:
-        self.entries: dict[DirectoryEntry, None] = {}
-        self.until = -math.inf
-        self.end = 0  #: which of the listed ends is theirs
-
-
 class Directory:
     """All entries, by key, by offset, by owner. Methods that unpin return what nobody pins any more.
 
@@ -82,10 +69,10 @@ class Directory:
         self._hidden: dict[bytes, dict[DirectoryEntry, None]] = {}
         self.chunks = ChunkIndex()  #: of ready entries
         self._tail_counts: Counter[tuple[bytes, int]] = Counter()  # by parent and mark, see tail_marks
-        self._pins: dict[Owner, OwnerPins] = {}
+        #: What each owner pins: a lease is an owner, however many objects it holds.
+        self._pins: dict[Owner, dict[DirectoryEntry, None]] = {}
+        self._ends: ExpiryHeap[Owner] = ExpiryHeap()  #: of exactly the owners in `_pins`
         self._reserved: dict[Owner, dict[DirectoryEntry, None]] = {}
-        self._due: list[tuple[float, int, Owner]] = []
-        self._serial = 0
 
     # Writing -------------------------------------------------------------------------------------
 
@@ -194,8 +181,8 @@ class Directory:
         :param most: bytes pinned by all owners; what would go beyond is not pinned.
         :returns: the entries that `owner` newly pinned, and those of them that nobody had pinned before.
         """
-        pins = self._pins.get(owner) or OwnerPins()
-        mine, before = pins.entries, len(pins.entries)
+        mine = self._pins.get(owner, {})
+        before = len(mine)
         # A dict keeps its order, and what is in it already stays where it is: the new ones are the last.
         within = self._within(most, there)
         mine.update(dict.fromkeys(within))
@@ -203,12 +190,12 @@ class Directory:
         first = [entry for entry in fresh if not entry.readers]
         for entry in fresh:
             entry.readers += 1
-        if mine:
-            self._pins[owner] = pins
         self.pinned += len(first)
         self.pinned_bytes += sum([entry.room for entry in first])
-        if within and until > pins.until:
-            self._end_at(owner, pins, until)
+        if within:
+            self._pins[owner] = mine
+            if until > self._ends.until(owner):
+                self._ends.set(owner, until)
         return fresh, first
 
     def share(self, owner: Owner, keys: Sequence[bytes], reader: Owner) -> list[Located] | None:
@@ -222,8 +209,8 @@ class Directory:
         entries: list[DirectoryEntry] = []
         for key in keys:
             entry = self.ready.get(key)
-            if entry is None or entry not in theirs.entries:
-                entry = next((hidden for hidden in self._hidden.get(key, ()) if hidden in theirs.entries), None)
+            if entry is None or entry not in theirs:
+                entry = next((hidden for hidden in self._hidden.get(key, ()) if hidden in theirs), None)
                 if entry is None:
                     return None
             entries.append(entry)
@@ -235,23 +222,20 @@ class Directory:
         pins = self._pins.pop(owner, None)
         if pins is None:
             return
-        theirs = self._pins.get(heir)
-        if theirs is not None:
-            for entry in theirs.entries:
-                if entry in pins.entries:
-                    entry.readers -= 1
-                else:
-                    pins.entries[entry] = None
-            until = max(until, theirs.until)
+        self._ends.discard(owner)
+        for entry in self._pins.get(heir, ()):
+            if entry in pins:
+                entry.readers -= 1
+            else:
+                pins[entry] = None
         self._pins[heir] = pins
-        self._end_at(heir, pins, until)
+        self._ends.set(heir, max(until, self._ends.until(heir)))
 
     def unpin(self, owner: Owner, keys: Iterable[bytes] | None) -> list[DirectoryEntry]:
         """Drop the owner's pins on `keys` (None = all); the entries now unpinned, newest pin first."""
-        pins = self._pins.get(owner)
-        if pins is None:
+        mine = self._pins.get(owner)
+        if mine is None:
             return []
-        mine = pins.entries
         if keys is None:
             return self._drop(owner, list(reversed(mine)))
         chosen = []
@@ -264,17 +248,15 @@ class Directory:
 
     def pinned_by(self, owner: Owner) -> Collection[DirectoryEntry]:
         """What `owner` pins."""
-        return self._pins[owner].entries if owner in self._pins else ()
+        return self._pins.get(owner, ())
 
     def expire(self, now: float) -> tuple[int, list[DirectoryEntry]]:
         """Drop pins that run out at or before `now`: how many, and the entries now unpinned."""
         dropped, idle = 0, []
-        while self._due and self._due[0][0] <= now:
-            _, end, owner = heapq.heappop(self._due)
-            pins = self._pins.get(owner)
-            if pins is not None and pins.end == end:
-                dropped += len(pins.entries)
-                idle += self._drop(owner, list(reversed(pins.entries)))
+        for owner in self._ends.expire(now):
+            pins = self._pins[owner]
+            dropped += len(pins)
+            idle += self._drop(owner, list(reversed(pins)))
         return dropped, idle
 
     def owners(self) -> list[Owner]:
@@ -286,13 +268,14 @@ class Directory:
         for entry in self.writing.values():
             yield entry.located.offset
         for pins in self._pins.values():
-            for entry in pins.entries:
+            for entry in pins:
                 yield entry.located.offset
 
     def _drop(self, owner: Owner, entries: list[DirectoryEntry]) -> list[DirectoryEntry]:
-        mine = self._pins[owner].entries
+        mine = self._pins[owner]
         if len(entries) == len(mine):
             del self._pins[owner]
+            self._ends.discard(owner)
         else:
             for entry in entries:
                 del mine[entry]
@@ -302,13 +285,6 @@ class Directory:
         self.pinned -= len(idle)
         self.pinned_bytes -= sum([entry.room for entry in idle])
         return idle
-
-    def _end_at(self, owner: Owner, pins: OwnerPins, until: float) -> None:
-        self._serial += 1
-        pins.until, pins.end = until, self._serial
-        if until < math.inf:
-            heapq.heappush(self._due, (until, self._serial, owner))
-            self._compact()
 
     def _within(self, most: float, entries: Sequence[DirectoryEntry]) -> Sequence[DirectoryEntry]:
         """Those that can be pinned while all pins stay within `most` bytes: what is pinned already costs nothing."""
@@ -324,16 +300,6 @@ class Directory:
             within.append(entry)
         return within
 
-    def _compact(self) -> None:
-        """Released pins stay listed until they would have run out; drop them once they are the bulk."""
-        if len(self._due) > 2 * len(self._pins) + _COMPACT_OVER:
-            self._due = [
-                (until, end, owner)
-                for until, end, owner in self._due
-                if owner in self._pins and self._pins[owner].end == end
-            ]
-            heapq.heapify(self._due)
-
     def validate(self) -> None:
         """:raises PoolError: the indexes disagree."""
         hidden = [entry for entries in self._hidden.values() for entry in entries]
@@ -344,20 +310,17 @@ class Directory:
             raise PoolError("the index by offset differs from the entries")
         if self.ready.keys() & self.writing.keys():
             raise PoolError("a key is ready and being written at once")
-        readers = Counter(entry for pins in self._pins.values() for entry in pins.entries)
+        readers = Counter(entry for pins in self._pins.values() for entry in pins)
         if dict(readers) != {entry: entry.readers for entry in everything if entry.readers}:
             raise PoolError("pins by owner differ from the readers of the entries")
-        if not all(pins.entries for pins in self._pins.values()):
+        if not all(self._pins.values()):
             raise PoolError("an owner without pins lingers")
         if self.pinned_bytes != sum(entry.room for entry in readers):
             raise PoolError("the room of pinned entries is miscounted")
         if self.pinned != len(readers) or not all(entry.readers for entry in hidden):
             raise PoolError("pinned entries are miscounted, or a hidden one without readers lingers")
-        timed = {(until, end, owner) for until, end, owner in self._due}
-        if any(
-            pins.until < math.inf and (pins.until, pins.end, owner) not in timed for owner, pins in self._pins.items()
-        ):
-            raise PoolError("a pin that runs out is not in the expiry heap")
+        if set(self._ends) != self._pins.keys() or not self._ends.complete():
+            raise PoolError("the owners that have an end differ from those that pin something")
         if {e for mine in self._reserved.values() for e in mine} != set(self.writing.values()):
             raise PoolError("reservations by owner differ from the half-written entries")
         self.chunks.validate()

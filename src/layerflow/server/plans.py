@@ -8,12 +8,14 @@ cannot say so any more: what no worker has used by then is a lease again.
 from __future__ import annotations
 
 import itertools
+import math
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from layerflow.pool.base import Owner, Pool
 from layerflow.server.account import Charge
+from layerflow.server.clients import ClientSession
 from layerflow.system import numbers
 
 MOST_UNUSED = 4
@@ -24,19 +26,23 @@ MOST_UNUSED = 4
 class HeldPlan:
     """One hit's plan.
 
-    :param asker: number of the session that it was told.
-    :param workers: numbers of those that may still open a step with it.
-    :param used: one of them has.
-    :param charge: what whoever asked is charged for it.
+    :param asker: the client that it was told.
+    :param workers: numbers of the sessions that may still open a step with it.
+    :param charge: of the asker, for what is kept.
+    :param used: a worker has opened a step with it.
     """
 
     number: int
-    engine: str
     request: str
-    asker: int
+    asker: ClientSession
     workers: set[int]
     charge: Charge
     used: bool = False
+
+    @property
+    def engine(self) -> str:
+        """The engine whose workers may use it."""
+        return self.asker.engine
 
     @property
     def owner(self) -> Owner:
@@ -68,15 +74,10 @@ def plan_owner(engine: str, number: int) -> tuple[str, str, int]:
 
 
 class Plans:
-    """All plans that pin something.
+    """All plans that pin something."""
 
-    :param ended: told where a session has no plan for a request any more: the session, the request, and until when
-        what it named stays leased (None = it does not).
-    """
-
-    def __init__(self, pool: Pool, ended: Callable[[int, str, float | None], None]) -> None:
+    def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._ended = ended
         # A number of another server must mean nothing here.
         self._numbers = itertools.count(secrets.randbits(48) + numbers.first)
         self._plans: dict[int, HeldPlan] = {}
@@ -85,22 +86,21 @@ class Plans:
     def __len__(self) -> int:
         return len(self._plans)
 
-    def keep(
-        self, engine: str, request: str, asker: int, workers: Collection[int], owner: Owner, charge: Charge
-    ) -> int:
-        """What `owner` and the request's lease pin is a plan's from now on: its number.
+    def keep(self, asker: ClientSession, request: str, workers: Collection[int], owner: Owner, charge: Charge) -> int:
+        """Make what `owner` and the request's lease pin a plan's, and return its number.
 
-        Of a request the asker has :data:`MOST_UNUSED` plans that no worker has used: past it the oldest is dropped.
+        A client may have :data:`MOST_UNUSED` plans of a request that no worker has used: the oldest makes room.
         """
-        plan = HeldPlan(next(self._numbers), engine, request, asker, set(workers), charge)
-        mine = (self._plans[number] for number in self._by_request.get((engine, request), ()))
-        unused = [other for other in mine if other.asker == asker and not other.used]
+        plan = HeldPlan(next(self._numbers), request, asker, set(workers), charge)
+        mine = (self._plans[number] for number in self._by_request.get((plan.engine, request), ()))
+        unused = [other for other in mine if other.asker is asker and not other.used]
         if len(unused) >= MOST_UNUSED:
             self._end(min(unused, key=lambda other: other.number))
-        for giver in (owner, lease_owner(engine, request)):
-            self._pool.hand_over(giver, plan.owner, float("inf"))
+        for giver in (owner, lease_owner(plan.engine, request)):
+            self._pool.hand_over(giver, plan.owner, math.inf)
+        asker.leases[request] = math.inf
         self._plans[plan.number] = plan
-        self._by_request.setdefault((engine, request), set()).add(plan.number)
+        self._by_request.setdefault((plan.engine, request), set()).add(plan.number)
         return plan.number
 
     def opened(self, engine: str, request: str, worker: int) -> None:
@@ -115,11 +115,11 @@ class Plans:
         if plan is not None and plan.engine == engine:
             self._end(plan, until)
 
-    def drop_told(self, engine: str, request: str, asker: int) -> None:
+    def drop_told(self, asker: ClientSession, request: str) -> None:
         """Nothing that this client was told for the request will be loaded."""
-        for number in list(self._by_request.get((engine, request), ())):
+        for number in list(self._by_request.get((asker.engine, request), ())):
             plan = self._plans[number]
-            if plan.asker == asker and not plan.used:
+            if plan.asker is asker and not plan.used:
                 self._end(plan)
 
     def reset(self, engine: str) -> int:
@@ -129,13 +129,13 @@ class Plans:
             self._end(plan)
         return len(unused)
 
-    def gone(self, session: int, until: float) -> None:
+    def gone(self, client: ClientSession, until: float) -> None:
         """A client is gone: as a worker it opens no step any more, and what it was told is a lease until `until`."""
         for plan in list(self._plans.values()):
-            if plan.asker == session and not plan.used:
+            if plan.asker is client and not plan.used:
                 self._end(plan, until)
             else:
-                self._leave(plan, session)
+                self._leave(plan, client.number)
 
     def _leave(self, plan: HeldPlan, worker: int) -> None:
         if worker in plan.workers:
@@ -148,12 +148,16 @@ class Plans:
         plan.charge.release()
         mine = self._by_request[plan.engine, plan.request]
         mine.remove(plan.number)
-        last = all(self._plans[number].asker != plan.asker for number in mine)
+        leases = plan.asker.leases
+        # A plan that the client still has for the request, or a lookup since, counts as its lease.
+        if leases.get(plan.request) == math.inf and all(self._plans[number].asker is not plan.asker for number in mine):
+            if until is None:
+                del leases[plan.request]
+            else:
+                leases[plan.request] = until
         if not mine:
             del self._by_request[plan.engine, plan.request]
         if until is None:
             self._pool.release(plan.owner)
         else:
             self._pool.hand_over(plan.owner, lease_owner(plan.engine, plan.request), until)
-        if last:
-            self._ended(plan.asker, plan.request, until)

@@ -127,6 +127,7 @@ async def housekeep(
             # A server that was stopped for a while has not listened: it judges nobody by that time.
             limit = server.settings().liveness_ms / 1e3 + lag
             if server.peers is not None:
+                server.peers.expire(expired)
                 server.peers.look_after(lag)
             for session in server.sessions:
                 if now - session.heard > limit:
@@ -217,7 +218,7 @@ class Server:
             lease_s=lambda: self.settings.pool.lease_ms / 1e3,
             handoffs=self.handoffs,
             pd=lambda: self.settings.pd,
-            plans=Plans(self.pool, self._plan_ended),
+            plans=Plans(self.pool),
             incarnation=secrets.randbits(62) + 1,
             tier=sources,
             turns=self.turns,
@@ -540,15 +541,6 @@ class Server:
         """Something that a server which is to stop waits for has ended."""
         if self._idle is not None:
             self._idle.set()
-
-    def _plan_ended(self, asker: int, request: str, until: float | None) -> None:
-        session = self.sessions.get(asker)
-        if session is None or session.leases.get(request) != float("inf"):
-            return
-        if until is None:
-            del session.leases[request]
-        else:
-            session.leases[request] = until
 
     def _terms(self) -> wire.Terms:
         return terms_of(self.settings, self.sessions.workers())

@@ -77,7 +77,7 @@ def _handoffs(server: ServerContext, now: float) -> dict[str, object]:
             "tokens": each.tokens,
             "to_store": len(each.pending),
             "claims": each.claims,
-            "due_in_s": round(each.due - now, 3),
+            "due_in_s": round(server.handoffs.due(each) - now, 3),
         }
         for each in server.handoffs.live()[:MOST_LISTED]
     ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import time
 from collections.abc import Callable, Generator
 
@@ -320,8 +319,8 @@ class Lookups:
 
     def _plan(self, session: ClientSession, message: wire.Lookup, owner: Owner) -> int:
         """Make what `owner` pins a plan's: its number; 0: no worker could use one."""
-        context, engine = self._context, session.engine
-        workers = context.sessions.workers_of(engine)
+        context = self._context
+        workers = context.sessions.workers_of(session.engine)
         if not workers or any(worker.direct for worker in workers):
             return 0
         pinned = context.pool.pinned_by(owner) * PINNED_BYTES
@@ -329,9 +328,8 @@ class Lookups:
             charge = session.account.charge(f"request {message.request!r}: the plan of a hit", pinned)
         except Refused:
             return 0  # what it has hit is leased all the same
-        session.leases[message.request] = math.inf
         numbers = [worker.number for worker in workers]
-        return context.plans.keep(engine, message.request, session.number, numbers, owner, charge)
+        return context.plans.keep(session, message.request, numbers, owner, charge)
 
     def _found(
         self,

@@ -89,7 +89,7 @@ class Handlers:
         log("session_lost", session=session.number, engine=session.name, pid=session.pid, why=why)
         context.turns.forget(session.account)
         context.sessions.close(session)
-        context.plans.gone(session.number, time.monotonic() + context.lease_s())
+        context.plans.gone(session, time.monotonic() + context.lease_s())
         if session.memory:
             context.handoffs.lose_engine(session.engine, "a worker of its engine is gone")
             context.driver.handle(SessionLost(session.number))
@@ -187,7 +187,7 @@ class Handlers:
             context.plans.drop(engine, message.plan)
             return
         if message.plan < 0:
-            context.plans.drop_told(engine, message.request, session.number)
+            context.plans.drop_told(session, message.request)
         owner = lease_owner(engine, message.request)
         session.leases.pop(message.request, None)
         context.driver.follows.disallow(engine, message.request)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 
 import structlog
 
-from layerflow.expiring import ExpiringSet
+from layerflow.expiring import ExpiringSet, ExpiryHeap
 from layerflow.observe.logs import LogLimit
 from layerflow.pool.base import NewObject, Owner, Pool
 from layerflow.pool.chunk_index import ChunkIndex
@@ -129,9 +129,7 @@ class Handoffs:
         self._changed = changed
         self._serials = ascending()
         self._by_name: dict[str, Handoff] = {}
-        self._live: dict[Handoff, None] = {}  # not over; oldest first
-        self._due: list[tuple[float, int, Handoff]] = []
-        self._pushes = itertools.count()  # so that equal times compare
+        self._live: ExpiryHeap[Handoff] = ExpiryHeap()  #: those that are not over, each until it is due; oldest first
         self._foreign: dict[Handoff, None] = {}  # some of whose objects others bring
         self._over: deque[Handoff] = deque()
         self._returning: deque[Work] = deque()
@@ -152,8 +150,12 @@ class Handoffs:
         return self._by_name.get(name)
 
     def live(self) -> list[Handoff]:
-        """Those that are not over, oldest first."""
+        """Return the hand-offs that are not over, oldest first."""
         return list(self._live)
+
+    def due(self, handoff: Handoff) -> float:
+        """Return when a hand-off ends by itself: nobody has opened it, it is not complete, or its lease is over."""
+        return self._live.until(handoff)
 
     @property
     def wanted(self) -> bool:
@@ -191,10 +193,9 @@ class Handoffs:
         """The hand-off of this name; one that nobody knows is announced, and forgotten at `until`."""
         known = self._by_name.get(name)
         if self._released_early.discard(name) or known is None:
-            known = self._begin(name)
-            self._set_due(known, until)
+            known = self._begin(name, until)
         elif known.status is HandoffStatus.ANNOUNCED:
-            self._set_due(known, max(known.due, until))
+            self._live.set(known, max(self._live.until(known), until))
         return known
 
     def wait(self, name: str, until: float, then: Told, charge: Charge) -> None:
@@ -226,7 +227,7 @@ class Handoffs:
         self._counts["claimed"] += 1
         self._changed()
         if handoff.status is HandoffStatus.COMPLETE:
-            self._set_due(handoff, max(handoff.due, now + max(lease_s, handoff.lease_s)))
+            self._live.set(handoff, max(self._live.until(handoff), now + max(lease_s, handoff.lease_s)))
 
     # The engine that computes it -----------------------------------------------------------------
 
@@ -258,10 +259,10 @@ class Handoffs:
         if (alone := prompt.nbytes(specs)) > most:
             return self._refused(name, f"it alone would keep {alone} bytes; pd.handoff_share allows {most:.0f}")
         announced = known if known is not None and known.status is HandoffStatus.ANNOUNCED else None
-        handoff = announced or self._begin(name)
+        handoff = announced or self._begin(name, due)
         handoff.engine, handoff.session, handoff.spec, handoff.tokens = engine, session, specs[0], prompt.tokens
-        handoff.lease_s, announced_until = lease_s, handoff.due
-        self._set_due(handoff, due if announced is None else max(announced_until, due))
+        handoff.lease_s, announced_until = lease_s, self._live.until(handoff)
+        self._live.set(handoff, max(announced_until, due))
         why = "its client ended while it was being opened"
         try:
             why = yield from self._keep(handoff, prompt.objects(specs), most)
@@ -269,15 +270,17 @@ class Handoffs:
             if why and handoff.status is HandoffStatus.ANNOUNCED:
                 self._let_go(handoff, why)
                 handoff.engine, handoff.session, handoff.spec, handoff.tokens = "", 0, None, 0
-                self._set_due(handoff, announced_until)
                 if announced is None:
                     self._forget(handoff)
+                else:
+                    self._live.set(handoff, announced_until)
         if handoff.status is not HandoffStatus.ANNOUNCED:
             return self._refused(name, handoff.story())  # it ended while it was being opened
         if why:
             return self._refused(name, why)
-        handoff.status, handoff.charge = HandoffStatus.OPEN, charge
-        self._set_due(handoff, due)
+        handoff.enter(HandoffStatus.OPEN)
+        handoff.charge = charge
+        self._live.set(handoff, due)
         self._counts["opened"] += 1
         log.debug("handoff_opened", handoff=name, engine=engine, tokens=prompt.tokens, to_store=len(handoff.pending))
         self._tell(handoff)
@@ -360,7 +363,7 @@ class Handoffs:
             return
         handoff.ended = True
         if handoff.promised:
-            self._set_due(handoff, min(handoff.due, now + ENDED_GRACE_S))
+            self._live.set(handoff, min(self._live.until(handoff), now + ENDED_GRACE_S))
         self._settle(handoff, now)
 
     def give_up(self, handoff: Handoff, reason: str) -> None:
@@ -432,16 +435,10 @@ class Handoffs:
                 self._close(handoff, HandoffStatus.FAILED, reason)
 
     def expire(self, now: float) -> None:
-        """Whatever was due by now."""
+        """End the hand-offs that were due by now."""
         for handoff in list(self._foreign):
             self._look_for_foreign(handoff, now)
-        while self._due and self._due[0][0] <= now:
-            _, _, handoff = heapq.heappop(self._due)
-            if handoff not in self._live:
-                continue
-            if handoff.due > now:
-                self._push(handoff)
-                continue
+        for handoff in self._live.expire(now):
             match handoff.status:
                 case HandoffStatus.ANNOUNCED:
                     self._close(handoff, HandoffStatus.FAILED, "nobody opened it in time")
@@ -496,8 +493,8 @@ class Handoffs:
 
     def _settle(self, handoff: Handoff, now: float) -> None:
         if handoff.ended and not (handoff.pending or handoff.parts) and handoff.status is HandoffStatus.OPEN:
-            handoff.status = HandoffStatus.COMPLETE
-            self._set_due(handoff, now + handoff.lease_s)
+            handoff.enter(HandoffStatus.COMPLETE)
+            self._live.set(handoff, now + handoff.lease_s)
             self._may_be_revoked(handoff)
             self._later(self._uncount(handoff.objects))
             self._counts["completed"] += 1
@@ -505,9 +502,11 @@ class Handoffs:
             self._tell(handoff)
 
     def _close(self, handoff: Handoff, status: HandoffStatus, reason: str) -> None:
-        before, handoff.status, handoff.reason = handoff.status, status, reason
+        before = handoff.status
+        handoff.enter(status)
+        handoff.reason = reason
         self._counts[status.value] += 1
-        self._live.pop(handoff, None)
+        self._live.discard(handoff)
         was_open = before is not HandoffStatus.COMPLETE
         self._foreign.pop(handoff, None)
         why = f"hand-off {handoff.name!r} {handoff.story()}"
@@ -612,27 +611,16 @@ class Handoffs:
             if ended:
                 self._returning.popleft()
 
-    def _begin(self, name: str) -> Handoff:
+    def _begin(self, name: str, due: float) -> Handoff:
         handoff = self._by_name[name] = Handoff(name, next(self._serials))
-        self._live[handoff] = None
+        self._live.set(handoff, due)
         return handoff
 
     def _forget(self, handoff: Handoff) -> None:
         """It never was more than a name that somebody waited for."""
-        self._live.pop(handoff, None)
+        self._live.discard(handoff)
         if self._by_name.get(handoff.name) is handoff:
             del self._by_name[handoff.name]
-
-    def _set_due(self, handoff: Handoff, due: float) -> None:
-        sooner, handoff.due = due < handoff.due, due
-        if sooner:
-            self._push(handoff)
-
-    def _push(self, handoff: Handoff) -> None:
-        heapq.heappush(self._due, (handoff.due, next(self._pushes), handoff))
-        if len(self._due) > 2 * len(self._live) + REMEMBERED:
-            self._due = [(each.due, next(self._pushes), each) for each in self._live]
-            heapq.heapify(self._due)
 
     def _pass_on(self, new: NewObject, handoff: Handoff) -> bool:
         """Let another hand-off of the same engine that waits for the object keep its room."""

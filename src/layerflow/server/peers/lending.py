@@ -6,7 +6,6 @@ over; its pins go once the exporter has said that nothing of it is read any more
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import itertools
 import math
@@ -22,6 +21,7 @@ from layerflow._version import __version__
 from layerflow.config.fields import is_loopback
 from layerflow.config.settings import Settings
 from layerflow.errors import LayerflowError, ProtocolError
+from layerflow.expiring import ExpiryHeap
 from layerflow.keys import DIGEST_BYTES, covered_by
 from layerflow.links import links
 from layerflow.objects import HEADER_BYTES, object_bytes, payload_bytes
@@ -387,6 +387,7 @@ class Lending:
             tell=lambda lease, message: self._send(lease.reader.address, message),
             end=self._end,
         )
+        self._lent: ExpiryHeap[Lease] = ExpiryHeap()
         self._ending: dict[int, Lease] = {}
         self._log_limit = LogLimit()
         self._readers = itertools.count(-1, -1)
@@ -475,7 +476,7 @@ class Lending:
                 numbers = dict.fromkeys(message.renew)
                 renewed = [lease for number in numbers if (lease := reader.leases.get(number)) is not None]
                 for lease in renewed:
-                    self._set_timer(lease)
+                    self._renew(lease)
                 self._send(reader.address, wire.PeerBeat(message.sent, [lease.number for lease in renewed]))
             case wire.PeerCompare():
                 known = [spec for spec in self._models() if spec.name == message.spec.name]
@@ -506,6 +507,12 @@ class Lending:
         self._accounts.close(reader.address)
         self._handoffs.lose_session(reader.number, "the server that opened it is gone")
         for lease in list(reader.leases.values()):
+            self._end(lease)
+
+    def expire(self, now: float) -> None:
+        """End the leases that were not renewed in time."""
+        for lease in self._lent.expire(now):
+            self.expired_leases += 1
             self._end(lease)
 
     def close(self) -> None:
@@ -645,7 +652,7 @@ class Lending:
         answer = found_of(message, number, token, items, reason or why, failed, lease_key)
         if lent_objects:
             lease.reader.leases[lease.number] = lease
-            self._set_timer(lease)
+            self._renew(lease)
             self.lent_objects += lent_objects
             self.exporting.send(told)
         self._send(lease.reader.address, answer)
@@ -675,19 +682,12 @@ class Lending:
         self._pool.release(lease.asked)
         return reason
 
-    def _set_timer(self, lease: Lease) -> None:
-        if lease.timer is not None:
-            lease.timer.cancel()
-        lease.timer = asyncio.get_running_loop().call_later(lease.lease_s, self._expire, lease)
-
-    def _expire(self, lease: Lease) -> None:
-        self.expired_leases += 1
-        self._end(lease)
+    def _renew(self, lease: Lease) -> None:
+        self._lent.set(lease, time.monotonic() + lease.lease_s)
 
     def _end(self, lease: Lease) -> None:
         """No read of it may begin any more; its pins go when none is under way."""
-        if lease.timer is not None:
-            lease.timer.cancel()
+        self._lent.discard(lease)
         if lease.reader.leases.pop(lease.number, None) is None:
             return
         self._ending[lease.number] = lease

@@ -174,6 +174,11 @@ class Peers:
         if self.lending is not None and reader is not None:
             self.lending.lose(reader, "hung_up")
 
+    def expire(self, now: float) -> None:
+        """End the leases of readers whose time is over."""
+        if self.lending is not None:
+            self.lending.expire(now)
+
     def look_after(self, lag: float) -> None:
         """Now and then: readers that fell silent, and learned servers that nobody needs.
 

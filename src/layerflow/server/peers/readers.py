@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,14 +18,14 @@ from layerflow.wire.rights import Rights
 class Lease:
     """What a reader was lent with one answer.
 
-    :param nbytes: that it pins. :param timer: ends it.
+    :param lease_s: it ends so long after it was lent or last renewed.
+    :param nbytes: that it pins.
     """
 
     number: int
     reader: Reader
     lease_s: float
     nbytes: int = 0
-    timer: asyncio.TimerHandle | None = None
 
     @property
     def owner(self) -> tuple[str, int]:
