@@ -34,6 +34,7 @@ from layerflow.flow.events import (
     StepOpened,
 )
 from layerflow.pool.arena import Arena
+from layerflow.pool.base import Owner
 from layerflow.pool.memory import MemoryPool
 from layerflow.server.incoming import Fetches, Follows, IncomingObjects
 from layerflow.wire.host_messages import Fetched, Pull, ToHost
@@ -97,6 +98,22 @@ class Server:
         """A host ends the calls that it was given."""
         for message in [each for each in self.sent[hop] if isinstance(each, Pull)]:
             source.heard(Fetched(message.id, message.call, ()))
+
+
+class Readers:
+    """Is told of what is lent while it is stored."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[object, ...]] = []
+
+    def lent_stored(self, owner: Owner, keys: Sequence[bytes], layers: int) -> None:
+        self.told.append((owner, list(keys), layers))
+
+    def lent_whole(self, owner: Owner, keys: Sequence[bytes]) -> None:
+        self.told.append((owner, list(keys), "whole"))
+
+    def lent_lost(self, owner: Owner, keys: Sequence[bytes], reason: str) -> None:
+        self.told.append((owner, list(keys), reason))
 
 
 @pytest.fixture
@@ -165,6 +182,42 @@ def test_leases_and_revocations_are_of_what_is_fetched(server: Server) -> None:
     for source, hop in ((server.tier, Hop.FETCH), (server.peers, Hop.PEER)):
         server.heard(source, hop)
     assert server.pool.lookup([key(1), key(2)]) == [False, False]
+
+
+def test_what_is_lent_while_it_is_stored_is_told_by_layer_and_pinned_for_each_reader(server: Server) -> None:
+    readers = server.follows.listener = Readers()
+    server.save(3)
+    lent = server.follows.lend([key(3), key(4)], 0, range(LAYERS), "one")
+    assert lent[0] is not None and lent[1] is None, "nobody stores object 4"
+    assert server.follows.lend([key(3)], 0, range(LAYERS), "other")[0] == lent[0], "it is one follow"
+    server.follows.lend([key(3)], 0, range(LAYERS), "gone")
+    server.follows.give_back("gone")
+    server.store()
+    whole = [told for told in readers.told if told[2] == "whole"]
+    assert whole == [("one", [key(3)], "whole"), ("other", [key(3)], "whole")]
+    layers = [told[2] for told in readers.told if told[0] == "one"]
+    assert layers == [*range(1, LAYERS), "whole"]
+    assert [server.pool.pinned_by(owner) for owner in ("one", "other", "gone")] == [1, 1, 0]
+
+
+def test_what_is_lent_of_a_hand_off_comes_from_the_step_that_saves_it_or_is_told_to_be_lost(server: Server) -> None:
+    readers = server.follows.listener = Readers()
+    handoff = ("handoff", "h", 1)
+    server.pool.reserve([new(5), new(6)], handoff)
+    server.follows.lend([key(5), key(6)], 0, range(LAYERS), "reader")
+    promised = server.incoming.coming[key(5)].job
+    assert server.pool.adopt(new(5), handoff, ("step", *STEP)) is not None
+    server.saved = [key(5)]
+    opened = StepOpened(*STEP, 9.0, 9.0, (), (Part("5", 0, 2, promised=True),))
+    server.emit([opened, *server.follows.adopted(STEP, 0, {key(5): 0})])
+    assert server.incoming.coming[key(5)].job is not promised is server.incoming.coming[key(6)].job
+    server.store()
+    assert readers.told[-1] == ("reader", [key(5)], "whole")
+    server.follows.withdraw([key(6)], handoff, "its engine has ended it")
+    assert readers.told[-1] == ("reader", [key(6)], "its engine has ended it")
+    server.follows.give_back("reader")
+    assert not server.incoming.jobs and server.pool.writer(key(6)) is None
+    assert server.pool.pinned_by("reader") == 1, "until it is released"
 
 
 async def test_who_waits_hears_of_the_end_of_all_of_them_or_at_the_deadline(server: Server) -> None:

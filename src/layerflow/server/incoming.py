@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -36,7 +36,6 @@ from layerflow.wire.host_messages import EndFetch, Fetch, Fetched, Objects, Pull
 from layerflow.wire.packing import pack_u32, pack_u64
 
 StepKey = tuple[int, int]
-Lease = tuple[Owner, float, frozenset[bytes]]
 IncomingCommand = Call | Arrived | ObjectsLost | RoomFreed | LayersStored | TransferDone
 
 
@@ -71,6 +70,18 @@ class IncomingObject(NamedTuple):
     blocks: int
     job: IncomingJob
     position: int
+
+
+class IncomingLease(NamedTuple):
+    """What somebody wants of a job, to be pinned once it has come.
+
+    :param lent: another server reads it, from the first layer on: it is pinned however much is pinned already.
+    """
+
+    owner: Owner
+    until: float
+    keys: frozenset[bytes]
+    lent: bool = False
 
 
 class IncomingSource:
@@ -116,7 +127,7 @@ class IncomingObjects:
         self.numbers = ascending()  #: of jobs; the core is told of them in this order
         self.jobs: dict[int, IncomingJob] = {}  #: those that are not over
         self.coming: dict[bytes, IncomingObject] = {}  #: what is on its way, and may still come
-        self._leased: dict[IncomingJob, list[Lease]] = {}
+        self._leased: dict[IncomingJob, list[IncomingLease]] = {}
         self._waiting: list[tuple[set[bytes], Callable[[], None]]] = []
 
     def add(self, job: IncomingJob, room: Iterable[tuple[int, int]]) -> None:
@@ -155,8 +166,8 @@ class IncomingObjects:
     def _arrived(self, job: IncomingJob, command: Arrived) -> None:
         """They are in the arena, whole: pinned for whoever has leased them, and for the steps that load them."""
         keys = [job.keys[position] for position in command.objects]
-        for owner, until, wanted in self._leased.get(job, ()):
-            self.pool.hold([key for key in keys if key in wanted], owner, until, lease=True)
+        for owner, until, wanted, lent in self._leased.get(job, ()):
+            self.pool.hold([key for key in keys if key in wanted], owner, until, lease=not lent)
         for session, step, objects in command.readers:
             self.pool.hold([job.keys[position] for position in objects], ("step", session, step), math.inf)
         job.left.difference_update(command.objects)
@@ -173,8 +184,6 @@ class IncomingObjects:
             self._waiting = [each for each in self._waiting if each[0]]
             for then in done:
                 then()
-
-    # Fetches that are waited for, leased, given up -----------------------------------------------
 
     def when_come(self, keys: Iterable[bytes], until: float, then: Callable[[], None]) -> None:
         """Call `then` once: when none of these is on its way, whatever became of it, or at `until`; perhaps at once."""
@@ -193,32 +202,54 @@ class IncomingObjects:
             coming = self.coming.get(key)
             if coming is not None and isinstance(coming.job, FetchJob):
                 by_job.setdefault(coming.job, set()).add(key)
+        self.take_lease(by_job, owner, until)
+
+    def take_lease(
+        self, by_job: Mapping[IncomingJob, Iterable[bytes]], owner: Owner, until: float, *, lent: bool = False
+    ) -> None:
+        """Lease some keys of some jobs; parameters as of :class:`IncomingLease`."""
         first = [IncomingLeased(job.number, True) for job in by_job if job not in self._leased]
-        for job, wanted in by_job.items():
-            self._leased.setdefault(job, []).append((owner, until, frozenset(wanted)))
+        for job, keys in by_job.items():
+            self._leased.setdefault(job, []).append(IncomingLease(owner, until, frozenset(keys), lent))
         self.emit(first)
+
+    def leases(self, job: IncomingJob) -> Sequence[IncomingLease]:
+        """Return who wants something of a job."""
+        return tuple(self._leased.get(job, ()))
+
+    def divide(self, job: IncomingJob, heir: IncomingJob, keys: Collection[bytes]) -> list[Event]:
+        """Let some of a job's objects be another's: their leases, too. What the core is told of the leases."""
+        leases = self._leased.pop(job, [])
+        mine = [lease for each in leases if (lease := each._replace(keys=each.keys.intersection(keys))).keys]
+        left = [lease for each in leases if (lease := _without(each, keys)).keys]
+        if mine:
+            self._leased[heir] = mine
+        if left:
+            self._leased[job] = left
+        return [IncomingLeased(job.number, False)] if leases and not left else []
 
     def drop_lease(self, owner: Owner, keys: Iterable[bytes] | None = None) -> None:
         """The owner wants these no more, None = nothing any more."""
         if not self._leased:
             return
         gone = None if keys is None else frozenset(keys)
-        self._drop(lambda lease: _without(lease, gone) if lease[0] == owner else lease)
+        self._drop(lambda lease: _without(lease, gone) if lease.owner == owner else lease)
 
     def drop_leases(self, belongs: Callable[[Owner], bool]) -> None:
         """These owners are gone: they want nothing any more."""
-        self._drop(lambda lease: _without(lease, None) if belongs(lease[0]) else lease)
+        self._drop(lambda lease: _without(lease, None) if belongs(lease.owner) else lease)
 
     def lease_owners(self) -> set[Owner]:
         """Who has leased something that is on its way."""
-        return {owner for leases in self._leased.values() for owner, _, _ in leases}
+        return {lease.owner for leases in self._leased.values() for lease in leases}
 
-    def _drop(self, change: Callable[[Lease], Lease]) -> None:
+    def _drop(self, change: Callable[[IncomingLease], IncomingLease]) -> None:
         dropped: list[Event] = []
         for job, leases in list(self._leased.items()):
-            if job.done:
+            # Of a fetch that is over nobody waits for anything; readers may be at the room of what a follow has lost.
+            if job.done and isinstance(job, FetchJob):
                 continue
-            self._leased[job] = [left for lease in leases if (left := change(lease))[2]]
+            self._leased[job] = [left for lease in leases if (left := change(lease)).keys]
             if not self._leased[job]:
                 del self._leased[job]
                 dropped.append(IncomingLeased(job.number, False))
@@ -237,10 +268,9 @@ class IncomingObjects:
         return sum(isinstance(each.job, FetchJob) for each in self.coming.values())
 
 
-def _without(lease: Lease, gone: frozenset[bytes] | None) -> Lease:
+def _without(lease: IncomingLease, gone: Collection[bytes] | None) -> IncomingLease:
     """What is left of a lease once its owner wants these no more; None = nothing any more."""
-    by, until, keys = lease
-    return by, until, keys - gone if gone is not None else frozenset()
+    return lease._replace(keys=lease.keys.difference(gone) if gone is not None else frozenset())
 
 
 def once(until: float, then: Callable[[], None]) -> Callable[[], None]:
@@ -423,14 +453,14 @@ class FollowJob(IncomingJob):
 class LentListener(Protocol):
     """Who lends objects that are being stored. Called on the loop."""
 
-    def lent_stored(self, keys: Sequence[bytes], layers: int) -> None:
-        """So many leading layers of these are stored."""
+    def lent_stored(self, owner: Owner, keys: Sequence[bytes], layers: int) -> None:
+        """So many leading layers are stored of these, which were lent to `owner`."""
 
-    def lent_whole(self, keys: Sequence[bytes]) -> None:
-        """These are complete."""
+    def lent_whole(self, owner: Owner, keys: Sequence[bytes]) -> None:
+        """These are complete, and are pinned for `owner` before anything else is done."""
 
-    def lent_lost(self, keys: Sequence[bytes], reason: str) -> None:
-        """These will not be."""
+    def lent_lost(self, owner: Owner, keys: Sequence[bytes], reason: str) -> None:
+        """These will not be complete."""
 
 
 class Follows(IncomingSource):
@@ -441,16 +471,15 @@ class Follows(IncomingSource):
     """
 
     name = "follow"
+    listener: LentListener  #: set before anything is lent
 
     def __init__(self, incoming: IncomingObjects, part_of: Callable[[StepKey, bytes], int | None]) -> None:
         super().__init__(incoming)
         self._part_of = part_of
         # By key, what loads may read although perhaps nobody will store it: its follow, and its position there.
         self._held: dict[bytes, tuple[FollowJob, int]] = {}
-        self._lent: dict[FollowJob, set[bytes]] = {}  # to other servers
         self._allowed: ExpiringSet[tuple[str, str]] = ExpiringSet(MOST_ALLOWED)  #: engine and request
         self.objects = 0
-        self.listener: LentListener | None = None
 
     # Whose requests may follow -------------------------------------------------------------------
 
@@ -500,35 +529,24 @@ class Follows(IncomingSource):
     # Other servers -------------------------------------------------------------------------------
 
     def lend(
-        self, keys: Sequence[bytes], group: int, layers: Sequence[int]
+        self, keys: Sequence[bytes], group: int, layers: Sequence[int], owner: Owner
     ) -> list[tuple[IncomingObject, FollowJob] | None]:
-        """Follow these for another server, as far as somebody stores them or keeps room, until :meth:`give_back`."""
+        """Follow these for a reader at another server, as far as somebody stores them or keeps room.
+
+        :param owner: has them leased until :meth:`give_back`.
+        """
         self.open([key for key in keys if key not in self._incoming.coming], group, layers)
-        found: list[tuple[IncomingObject, FollowJob] | None] = []
-        first: list[Event] = []
-        for key in keys:
-            coming = self.coming(key)
-            if coming is None:
-                found.append(None)
-                continue
-            job, _ = self._held[key]
-            if job not in self._lent:
-                first.append(IncomingLeased(job.number, True))
-            self._lent.setdefault(job, set()).add(key)
-            found.append((coming, job))
-        self._incoming.emit(first)
+        found = [(coming, self._held[key][0]) if (coming := self.coming(key)) else None for key in keys]
+        by_job: dict[IncomingJob, list[bytes]] = {}
+        for key, followed in zip(keys, found, strict=True):
+            if followed is not None:
+                by_job.setdefault(followed[1], []).append(key)
+        self._incoming.take_lease(by_job, owner, math.inf, lent=True)
         return found
 
-    def give_back(self, keys: Iterable[bytes]) -> None:
-        """No other server reads these any more."""
-        gone = set(keys)
-        over: list[Event] = []
-        for job, lent in list(self._lent.items()):
-            lent.difference_update(gone)
-            if not lent:
-                del self._lent[job]
-                over.append(IncomingLeased(job.number, False))
-        self._incoming.emit(over)
+    def give_back(self, owner: Owner) -> None:
+        """Nothing that this owner was lent is read any more."""
+        self._incoming.drop_lease(owner)
 
     # Saves ---------------------------------------------------------------------------------------
 
@@ -550,14 +568,8 @@ class Follows(IncomingSource):
             job.left.difference_update(mine)
             saved = {key: parts[key] for key in mine.values()}
             heir = self._begin(saved, job.layers)
-            lent = self._lent.get(job, set()) & saved.keys()
-            if lent:
-                self._lent[heir] = lent
-                self._lent[job] -= lent
-                if not self._lent[job]:
-                    del self._lent[job]
-                    events.append(IncomingLeased(job.number, False))
-            opened = _opened(heir, saved, group, step, leased=bool(lent))
+            events += self._incoming.divide(job, heir, saved)
+            opened = _opened(heir, saved, group, step, leased=bool(self._incoming.leases(heir)))
             events += [opened, FollowMoved(job.number, tuple(mine), heir.number)]
         return events
 
@@ -583,34 +595,29 @@ class Follows(IncomingSource):
         assert isinstance(job, FollowJob)
         match command:
             case Arrived():
-                whole = [job.keys[position] for position in command.objects]
-                for key in whole:
+                keys = [job.keys[position] for position in command.objects]
+                for key in keys:
                     del self._held[key]
-                if self.listener is not None and (lent := self._lent_of(job, whole)):
-                    self.listener.lent_whole(lent)
+                for owner, mine in self._lent_of(job, keys):
+                    self.listener.lent_whole(owner, mine)
             case ObjectsLost():
-                lost = self._lent_of(job, [job.keys[position] for position in command.objects])
-                if self.listener is not None and lost:
-                    self.listener.lent_lost(lost, command.reason)
+                for owner, mine in self._lent_of(job, [job.keys[position] for position in command.objects]):
+                    self.listener.lent_lost(owner, mine, command.reason)
             case LayersStored():
                 job.stored = command.layers
-                lent = [key for key in self._lent_of(job, job.keys) if key in self._incoming.coming]
-                if self.listener is not None and lent:
-                    self.listener.lent_stored(lent, command.layers)
+                for owner, mine in self._lent_of(job, [key for key in job.keys if key in self._incoming.coming]):
+                    self.listener.lent_stored(owner, mine, command.layers)
             case RoomFreed():
                 for position in command.objects:
                     self._held.pop(job.keys[position], None)
 
-    def left(self, job: IncomingJob) -> None:
-        """Forget to whom it is lent."""
-        assert isinstance(job, FollowJob)
-        self._lent.pop(job, None)
-
     # ---------------------------------------------------------------------------------------------
 
-    def _lent_of(self, job: FollowJob, keys: Sequence[bytes]) -> list[bytes]:
-        lent = self._lent.get(job)
-        return [key for key in keys if key in lent] if lent else []
+    def _lent_of(self, job: FollowJob, keys: Sequence[bytes]) -> Iterator[tuple[Owner, list[bytes]]]:
+        """Of each lease of a job, those of these keys that are its."""
+        for lease in self._incoming.leases(job):
+            if mine := [key for key in keys if key in lease.keys]:
+                yield lease.owner, mine
 
     def _begin(self, keys: Iterable[bytes], layers: Sequence[int], *, promised: bool = False) -> FollowJob:
         mine = list(keys)
