@@ -57,7 +57,6 @@ from layerflow.wire.messages import (
 if TYPE_CHECKING:
     from layerflow.server.handoffs.registry import Handoffs
     from layerflow.server.sources import Sources
-    from layerflow.server.tier.writes import WriteCommand
 
 
 class Driver:
@@ -228,18 +227,15 @@ class Driver:
                 self._pool.drop_owner(self._books.pop((command.session, command.step)).owner)
                 self._notice(command.session).finished.append(command.step)
                 self._step_done(command)
-            case WriteBegun() | Written():
-                self._obey_write(command)
-            case Call() | ObjectsLost() | TransferDone() if command.hop is Hop.WRITE:
-                self._obey_write(command)
-            case Call() | Arrived() | ObjectsLost() | RoomFreed() | LayersStored() | TransferDone():
+            case Arrived() | RoomFreed() | LayersStored():
                 self.incoming.obey(command)
+            case Call() | ObjectsLost() | TransferDone() if command.hop is not Hop.WRITE:
+                self.incoming.obey(command)
+            case Call() | ObjectsLost() | TransferDone() | WriteBegun() | Written():
+                assert self.tier is not None
+                self.tier.obey(command)
             case WakeAt():
                 self._wake = command.when
-
-    def _obey_write(self, command: WriteCommand) -> None:
-        assert self.tier is not None
-        self.tier.obey(command)
 
     def _load_failed(self, command: LoadFailed) -> None:
         book = self._books[command.session, command.step]

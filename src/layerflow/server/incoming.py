@@ -39,6 +39,18 @@ StepKey = tuple[int, int]
 IncomingCommand = Call | Arrived | ObjectsLost | RoomFreed | LayersStored | TransferDone
 
 
+@dataclass(slots=True)
+class IncomingLease:
+    """What somebody wants of a job, to be pinned once it has come.
+
+    :param lent: another server reads it, from the first layer on: it is pinned however much is pinned already.
+    """
+
+    until: float
+    keys: set[bytes]
+    lent: bool
+
+
 @dataclass(slots=True, eq=False)
 class IncomingJob:
     """Objects of one group that are on their way together: one fetch, or one follow.
@@ -48,6 +60,7 @@ class IncomingJob:
     :param layers: the model's layer numbers, as the core knows them.
     :param left: positions whose room is neither published nor free again.
     :param done: nothing of it comes any more.
+    :param leases: what others than loads want of it, by owner.
     """
 
     number: int
@@ -56,6 +69,7 @@ class IncomingJob:
     layers: tuple[int, ...]
     left: set[int]
     done: bool = False
+    leases: dict[Owner, IncomingLease] = field(default_factory=dict)
 
     @property
     def owner(self) -> Owner:
@@ -70,18 +84,6 @@ class IncomingObject(NamedTuple):
     blocks: int
     job: IncomingJob
     position: int
-
-
-class IncomingLease(NamedTuple):
-    """What somebody wants of a job, to be pinned once it has come.
-
-    :param lent: another server reads it, from the first layer on: it is pinned however much is pinned already.
-    """
-
-    owner: Owner
-    until: float
-    keys: frozenset[bytes]
-    lent: bool = False
 
 
 class IncomingSource:
@@ -111,7 +113,7 @@ class IncomingSource:
     def obey(self, job: IncomingJob, command: IncomingCommand) -> None:
         """Do what the core wants of a job; the book takes note of it then."""
 
-    def left(self, job: IncomingJob) -> None:
+    def job_over(self, job: IncomingJob) -> None:
         """Forget a job that has left the book."""
 
 
@@ -127,7 +129,7 @@ class IncomingObjects:
         self.numbers = ascending()  #: of jobs; the core is told of them in this order
         self.jobs: dict[int, IncomingJob] = {}  #: those that are not over
         self.coming: dict[bytes, IncomingObject] = {}  #: what is on its way, and may still come
-        self._leased: dict[IncomingJob, list[IncomingLease]] = {}
+        self._leased: dict[Owner, dict[IncomingJob, None]] = {}  # what each owner has leased something of
         self._waiting: list[tuple[set[bytes], Callable[[], None]]] = []
 
     def add(self, job: IncomingJob, room: Iterable[tuple[int, int]]) -> None:
@@ -158,16 +160,18 @@ class IncomingObjects:
                 self.pool.revoke([job.keys[position] for position in command.objects], job.owner)
             case TransferDone():
                 job.done = True
+                if isinstance(job, FetchJob):  # of a follow, readers may be at the room of what is lost
+                    self._end_leases(job, list(job.leases))
         if job.done and not job.left:
             del self.jobs[job.number]
-            self._leased.pop(job, None)
-            job.source.left(job)
+            self._end_leases(job, list(job.leases))
+            job.source.job_over(job)
 
     def _arrived(self, job: IncomingJob, command: Arrived) -> None:
         """They are in the arena, whole: pinned for whoever has leased them, and for the steps that load them."""
         keys = [job.keys[position] for position in command.objects]
-        for owner, until, wanted, lent in self._leased.get(job, ()):
-            self.pool.hold([key for key in keys if key in wanted], owner, until, lease=not lent)
+        for owner, lease in job.leases.items():
+            self.pool.hold([key for key in keys if key in lease.keys], owner, lease.until, lease=not lease.lent)
         for session, step, objects in command.readers:
             self.pool.hold([job.keys[position] for position in objects], ("step", session, step), math.inf)
         job.left.difference_update(command.objects)
@@ -208,52 +212,58 @@ class IncomingObjects:
         self, by_job: Mapping[IncomingJob, Iterable[bytes]], owner: Owner, until: float, *, lent: bool = False
     ) -> None:
         """Lease some keys of some jobs; parameters as of :class:`IncomingLease`."""
-        first = [IncomingLeased(job.number, True) for job in by_job if job not in self._leased]
+        first: list[Event] = []
         for job, keys in by_job.items():
-            self._leased.setdefault(job, []).append(IncomingLease(owner, until, frozenset(keys), lent))
+            if not job.leases:
+                first.append(IncomingLeased(job.number, True))
+            self._lease(job, owner, until, keys, lent)
         self.emit(first)
 
-    def leases(self, job: IncomingJob) -> Sequence[IncomingLease]:
-        """Return who wants something of a job."""
-        return tuple(self._leased.get(job, ()))
+    def _lease(self, job: IncomingJob, owner: Owner, until: float, keys: Iterable[bytes], lent: bool) -> None:
+        lease = job.leases.setdefault(owner, IncomingLease(until, set(), lent))
+        lease.until = max(lease.until, until)
+        lease.keys.update(keys)
+        self._leased.setdefault(owner, {})[job] = None
+
+    def _end_leases(self, job: IncomingJob, owners: Iterable[Owner]) -> None:
+        for owner in owners:
+            del job.leases[owner]
+            del self._leased[owner][job]
+            if not self._leased[owner]:
+                del self._leased[owner]
 
     def divide(self, job: IncomingJob, heir: IncomingJob, keys: Collection[bytes]) -> list[Event]:
         """Let some of a job's objects be another's: their leases, too. What the core is told of the leases."""
-        leases = self._leased.pop(job, [])
-        mine = [lease for each in leases if (lease := each._replace(keys=each.keys.intersection(keys))).keys]
-        left = [lease for each in leases if (lease := _without(each, keys)).keys]
-        if mine:
-            self._leased[heir] = mine
-        if left:
-            self._leased[job] = left
-        return [IncomingLeased(job.number, False)] if leases and not left else []
+        return [event for owner in list(job.leases) for event in self._drop(job, owner, keys, heir)]
 
-    def drop_lease(self, owner: Owner, keys: Iterable[bytes] | None = None) -> None:
+    def drop_lease(self, owner: Owner, keys: Collection[bytes] | None = None) -> None:
         """The owner wants these no more, None = nothing any more."""
-        if not self._leased:
-            return
-        gone = None if keys is None else frozenset(keys)
-        self._drop(lambda lease: _without(lease, gone) if lease.owner == owner else lease)
+        jobs = self._leased.get(owner)
+        if jobs:
+            self.emit([event for job in list(jobs) for event in self._drop(job, owner, keys)])
 
     def drop_leases(self, belongs: Callable[[Owner], bool]) -> None:
         """These owners are gone: they want nothing any more."""
-        self._drop(lambda lease: _without(lease, None) if belongs(lease.owner) else lease)
+        for owner in [owner for owner in self._leased if belongs(owner)]:
+            self.drop_lease(owner)
 
     def lease_owners(self) -> set[Owner]:
         """Who has leased something that is on its way."""
-        return {lease.owner for leases in self._leased.values() for lease in leases}
+        return set(self._leased)
 
-    def _drop(self, change: Callable[[IncomingLease], IncomingLease]) -> None:
-        dropped: list[Event] = []
-        for job, leases in list(self._leased.items()):
-            # Of a fetch that is over nobody waits for anything; readers may be at the room of what a follow has lost.
-            if job.done and isinstance(job, FetchJob):
-                continue
-            self._leased[job] = [left for lease in leases if (left := change(lease)).keys]
-            if not self._leased[job]:
-                del self._leased[job]
-                dropped.append(IncomingLeased(job.number, False))
-        self.emit(dropped)
+    def _drop(
+        self, job: IncomingJob, owner: Owner, keys: Collection[bytes] | None, heir: IncomingJob | None = None
+    ) -> list[Event]:
+        """The owner wants these of a job no more, None = nothing of it; or wants them of `heir`."""
+        lease = job.leases[owner]
+        gone = lease.keys if keys is None else lease.keys.intersection(keys)
+        if heir is not None and gone:
+            self._lease(heir, owner, lease.until, gone, lease.lent)
+        lease.keys = lease.keys - gone
+        if lease.keys:
+            return []
+        self._end_leases(job, [owner])
+        return [] if job.leases else [IncomingLeased(job.number, False)]
 
     def revoke(self, reason: str, *, unwanted: bool = False) -> int:
         """Nothing that is fetched now is published, whenever its host ends it; how many objects.
@@ -266,11 +276,6 @@ class IncomingObjects:
 
     def _fetched(self) -> int:
         return sum(isinstance(each.job, FetchJob) for each in self.coming.values())
-
-
-def _without(lease: IncomingLease, gone: Collection[bytes] | None) -> IncomingLease:
-    """What is left of a lease once its owner wants these no more; None = nothing any more."""
-    return lease._replace(keys=lease.keys.difference(gone) if gone is not None else frozenset())
 
 
 def once(until: float, then: Callable[[], None]) -> Callable[[], None]:
@@ -408,7 +413,7 @@ class Fetches(IncomingSource):
             case TransferDone():
                 self._send(EndFetch(command.transfer))
 
-    def left(self, job: IncomingJob) -> None:
+    def job_over(self, job: IncomingJob) -> None:
         """Tell that a fetch is over."""
         if self._ended is not None:
             self._ended(job.number)
@@ -569,7 +574,7 @@ class Follows(IncomingSource):
             saved = {key: parts[key] for key in mine.values()}
             heir = self._begin(saved, job.layers)
             events += self._incoming.divide(job, heir, saved)
-            opened = _opened(heir, saved, group, step, leased=bool(self._incoming.leases(heir)))
+            opened = _opened(heir, saved, group, step, leased=bool(heir.leases))
             events += [opened, FollowMoved(job.number, tuple(mine), heir.number)]
         return events
 
@@ -615,9 +620,9 @@ class Follows(IncomingSource):
 
     def _lent_of(self, job: FollowJob, keys: Sequence[bytes]) -> Iterator[tuple[Owner, list[bytes]]]:
         """Of each lease of a job, those of these keys that are its."""
-        for lease in self._incoming.leases(job):
+        for owner, lease in list(job.leases.items()):
             if mine := [key for key in keys if key in lease.keys]:
-                yield lease.owner, mine
+                yield owner, mine
 
     def _begin(self, keys: Iterable[bytes], layers: Sequence[int], *, promised: bool = False) -> FollowJob:
         mine = list(keys)

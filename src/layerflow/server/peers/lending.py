@@ -128,8 +128,9 @@ class OpenObjects:
 
     def lent_stored(self, owner: Owner, keys: Sequence[bytes], layers: int) -> None:
         """Let so many leading layers of these be read."""
-        lease, positions = self._extended(owner, keys, layers)
-        self._tell(lease, wire.PeerProgress(lease.number, positions, layers))
+        if owner in self._lent:  # else it is about to be lent, and the answer tells what is stored
+            lease, positions = self._extended(owner, keys, layers)
+            self._tell(lease, wire.PeerProgress(lease.number, positions, layers))
 
     def lent_whole(self, owner: Owner, keys: Sequence[bytes]) -> None:
         """Let all of these be read."""
