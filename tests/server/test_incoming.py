@@ -25,6 +25,7 @@ from layerflow.flow.events import (
     Event,
     Hop,
     HostLost,
+    IncomingFailed,
     LayersComputed,
     LayerShape,
     Limits,
@@ -234,3 +235,12 @@ async def test_who_waits_hears_of_the_end_of_all_of_them_or_at_the_deadline(serv
     await timed_out.wait()
     server.emit([HostLost("the importer is gone", (Hop.PEER,))])
     assert heard == ["unknown", "both"], "whatever became of it"
+
+
+async def test_who_has_waited_may_go_on_to_what_ends_the_rest(server: Server) -> None:
+    """While the book is still at the command that has ended the wait."""
+    server.tier.begin([new(1), new(2)], range(LAYERS), "engine")
+    server.incoming.when_come([key(1)], time.monotonic() + 60.0, lambda: server.emit([HostLost("it is gone")]))
+    server.emit([IncomingFailed(1, ((0, "it is broken"),))])
+    assert not server.incoming.coming and not server.incoming.jobs and server.ended == [1]
+    assert server.pool.statistics().half_written == 0

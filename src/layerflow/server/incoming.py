@@ -111,7 +111,7 @@ class IncomingSource:
         return coming if coming is not None and coming.job.source is self else None
 
     def obey(self, job: IncomingJob, command: IncomingCommand) -> None:
-        """Do what the core wants of a job; the book takes note of it then."""
+        """Do what the core wants of a job. The book notes it next."""
 
     def job_over(self, job: IncomingJob) -> None:
         """Forget a job that has left the book."""
@@ -147,7 +147,7 @@ class IncomingObjects:
         return [at for at, key in enumerate(job.keys) if (coming := self.coming.get(key)) and coming.job is job]
 
     def obey(self, command: IncomingCommand) -> None:
-        """What the core wants done, or what has become true."""
+        """Do what the core wants, or note what has become true."""
         job = self.jobs[command.transfer]
         job.source.obey(job, command)
         match command:
@@ -162,8 +162,8 @@ class IncomingObjects:
                 job.done = True
                 if isinstance(job, FetchJob):  # of a follow, readers may be at the room of what is lost
                     self._end_leases(job, list(job.leases))
-        if job.done and not job.left:
-            del self.jobs[job.number]
+        # Whoever waited for its objects may have gone on by now, and with it the core: once is enough.
+        if job.done and not job.left and self.jobs.pop(job.number, None) is not None:
             self._end_leases(job, list(job.leases))
             job.source.job_over(job)
 
