@@ -19,7 +19,7 @@ from layerflow.flow.events import (
     SessionOpened,
 )
 from layerflow.server.account import Refused
-from layerflow.server.clients import ClientSession, Work
+from layerflow.server.clients import ClientSession
 from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handlers.forget import purge, reset_engine
 from layerflow.server.handlers.handoffs import end_handoff, keep_part, open_handoff, release_handoff, watch_handoff
@@ -46,7 +46,7 @@ class Handlers:
         self._answering: set[asyncio.Task[None]] = set()
         self._windows_due = False
         self._told_window = -1
-        self._lookups = Lookups(context, self._guarded)
+        self._lookups = Lookups(context)
         if context.peers is not None:
             context.peers.keep_part = functools.partial(keep_part, context)
 
@@ -59,17 +59,15 @@ class Handlers:
             session.pinned = message.pinned
             self._context.send(session, message)
             return
-        work = self._guarded(session, message, self._dispatch)
+        work = self._guarded(session, message)
         try:
-            self._context.turns.start(session.account, work, nbytes, always=isinstance(message, ENDING))
+            self._context.mailboxes.start(session.account, work, nbytes, always=isinstance(message, ENDING))
         except (NotAllowed, Refused) as error:
             self._refuse(session, message, error.code, error)
 
-    def _guarded(
-        self, session: ClientSession, message: ToServer, work: Callable[[ClientSession, ToServer], Work]
-    ) -> Work:
+    async def _guarded(self, session: ClientSession, message: ToServer) -> None:
         try:
-            yield from work(session, message)
+            await self._dispatch(session, message)
         except (NotAllowed, Refused) as error:
             self._refuse(session, message, error.code, error)
         except InvalidTransition as error:
@@ -87,7 +85,7 @@ class Handlers:
         # A tool that asked and left is nothing that an operator has to know of.
         log = self._log.info if session.spec is not None or session.entered else self._log.debug
         log("session_lost", session=session.number, engine=session.name, pid=session.pid, why=why)
-        context.turns.forget(session.account)
+        context.mailboxes.forget(session.account)
         context.sessions.close(session)
         context.plans.gone(session, time.monotonic() + context.lease_s())
         if session.memory:
@@ -128,23 +126,23 @@ class Handlers:
         number = getattr(message, "id", getattr(message, "step", -1))
         self._context.send(session, wire.Problem(number, code, str(error)))
 
-    def _dispatch(self, session: ClientSession, message: ToServer) -> Work:
+    async def _dispatch(self, session: ClientSession, message: ToServer) -> None:
         context = self._context
         session.rights.check(message, session.engine)
         match message:
             case wire.Report():
                 self._worker(session, "Report")
-                yield from report(context, session, message)
+                await report(context, session, message)
             case wire.OpenStep():
                 self._worker(session, "OpenStep")
-                yield from open_step(context, session, message)
+                await open_step(context, session, message)
             case wire.Lookup():
-                yield from self._lookups.look_up(session, message)
+                await self._lookups.look_up(session, message)
             case wire.Attach():
                 self._attach(session, message)
             case wire.Abort():
                 self._worker(session, "Abort")
-                yield from tell(context, (RequestAborted(session.number, name) for name in message.requests))
+                await tell(context, (RequestAborted(session.number, name) for name in message.requests))
             case wire.DropLease():
                 self._drop_lease(session, message)
             case wire.Missed():
@@ -162,13 +160,13 @@ class Handlers:
                 told = reset_engine(context, session.engine)
                 context.send(session, wire.Status(message.id, msgspec.json.encode(told)))
             case wire.OpenHandoff():
-                yield from open_handoff(context, session, message)
+                await open_handoff(context, session, message)
             case wire.EndHandoff():
                 end_handoff(context, session, message)
             case wire.ReleaseHandoff():
                 release_handoff(context, message)
             case wire.WatchHandoff():
-                watch_handoff(context, session, message)
+                await watch_handoff(context, session, message)
             case wire.Bye():
                 if not session.memory:
                     self.lose(session, "bye")

@@ -20,9 +20,10 @@ from layerflow.flow.events import Event
 from layerflow.observe.collectors import PeerStatistics
 from layerflow.pool.base import Pool
 from layerflow.server.account import Accounts
-from layerflow.server.clients import Address, Turns, Work
+from layerflow.server.clients import Address
 from layerflow.server.handoffs.registry import Handoffs
 from layerflow.server.incoming import Follows, IncomingObjects
+from layerflow.server.mailboxes import Mailboxes, Work
 from layerflow.server.peers.attachment import Attachment, PeerTarget
 from layerflow.server.peers.handoffs import HandoffReading
 from layerflow.server.peers.lending import Lending
@@ -85,7 +86,7 @@ class Peers:
     :param send: to a client of the control sockets. :param emit: gives events to the core.
     :param incoming: what is on its way into the arena; what peers are asked has numbers of the same series.
     :param storing: hand-offs, and what is followed.
-    :param accounts: of readers, among those of other clients. :param turns: likewise.
+    :param accounts: of readers, among those of other clients. :param mailboxes: likewise.
     :raises ConfigError: a tcp peer is named, and this server has no key of its own.
     """
 
@@ -103,7 +104,7 @@ class Peers:
         incoming: IncomingObjects,
         storing: tuple[Handoffs, Follows],
         accounts: Accounts,
-        turns: Turns,
+        mailboxes: Mailboxes,
     ) -> None:
         self._settings, self._context, self._send = settings, context, send
         self.incarnation = secrets.token_bytes(INCARNATION_BYTES)
@@ -111,7 +112,7 @@ class Peers:
         peers = settings().peers
         self.lending: Lending | None = None
         if peers.serve:
-            self.lending = Lending(settings, pool, arena, view, models, send, *storing, accounts, turns)
+            self.lending = Lending(settings, pool, arena, view, models, send, *storing, accounts, mailboxes)
         self.source: PeerSource | None = None
         self.reading: HandoffReading | None = None
         self.parts = HandoffParts(storing[0], incoming.numbers)
@@ -162,11 +163,8 @@ class Peers:
         :param nbytes: of the message.
         """
         assert self.lending is not None
-        if isinstance(message, PartMessage) and self.keep_part is not None:
-            work = self.keep_part(reader, message)
-        else:
-            work = self.lending.handle(reader, message)
-        self.lending.hear(reader, message, work, nbytes)
+        handle = self.keep_part if isinstance(message, PartMessage) else None
+        self.lending.hear(reader, message, handle or self.lending.handle, nbytes)
 
     def hung_up(self, address: Address) -> None:
         """The connection from that address has ended."""
