@@ -23,6 +23,7 @@ from layerflow.pool.base import SharedChunk, Tail
 from layerflow.pool.chunk_index import NO_CHUNKS, ChunkIndex
 from layerflow.pool.memory import MemoryPool
 from layerflow.server.account import Accounts, Allowance, Charge
+from layerflow.server.incoming import IncomingObjects
 from layerflow.server.search import FEW_CHUNKS, ask_tier, view_of_tier
 from layerflow.server.tier import tier as real
 from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
@@ -189,7 +190,8 @@ def tier(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[real.Tier, list[Ask]
     sent: list[Ask] = []
     with contextlib.closing(PoolArena(1 << 20)) as arena:
         pool, settings = MemoryPool(arena), PoolSettings()
-        tier = real.Tier("disk", {}, settings, pool, (arena.fd, arena.nbytes), lambda events: None)
+        incoming = IncomingObjects(pool, lambda events: None)
+        tier = real.Tier("disk", {}, settings, pool, (arena.fd, arena.nbytes), lambda events: None, incoming)
         monkeypatch.setattr(tier._questions, "_send", lambda ask: sent.append(ask) or True)
         tier.up = True
         yield tier, sent

@@ -173,12 +173,12 @@ class Server:
             self._less_to_do,
         )
         self.driver.handoffs = self.handoffs
-        arena, numbers = (self._arena.fd, self._arena.nbytes), self.driver.incoming_numbers
+        arena, incoming = (self._arena.fd, self._arena.nbytes), self.driver.incoming
         self.tier: Tier | None = None
         if tier is not None:
             from layerflow.server.tier.tier import Tier  # noqa: PLC0415 - most servers have none
 
-            self.tier = Tier(*tier, settings.pool, self.pool, arena, self._tier_news, numbers)
+            self.tier = Tier(*tier, settings.pool, self.pool, arena, self._tier_news, incoming)
         self.peers: Peers | None = None
         if settings.peers.serve or settings.peers.attach or settings.peers.learn:
             from layerflow.server.peers.peers import Peers  # noqa: PLC0415 - most servers have none
@@ -194,7 +194,7 @@ class Server:
                 models=lambda: [session.spec for session in self.sessions if session.memory and session.spec],
                 send=self._send_to,
                 emit=self._tier_news,
-                numbers=numbers,
+                incoming=incoming,
                 storing=(self.handoffs, self.driver.follows),
                 accounts=self.accounts,
                 mailboxes=self.mailboxes,

@@ -196,10 +196,11 @@ class Lookups:
             come_by = heard + tier.settings.lookup_timeout_ms / 1e3 if until is None else until
             lease_until = lookup.lease_ms / 1e3 + (time.monotonic() if until is None else until)
             session.leases[lookup.request] = lease_until
-            tier.lease([*pieces], lease_owner(session.engine, lookup.request), lease_until)
+            incoming = self._context.driver.incoming
+            incoming.lease(pieces, lease_owner(session.engine, lookup.request), lease_until)
             with session.account.charge(waiting(lookup), kept_bytes(lookup), always=True) as charge:
                 come = Answer[None](charge)
-                tier.when_come([*pieces], come_by, functools.partial(come.tell, None))
+                incoming.when_come(pieces, come_by, functools.partial(come.tell, None))
                 await unreplaced(session, come)
             lost = 0 if until is None else pool.lookup([*pieces]).count(False)
             if lost and not reason:
@@ -263,7 +264,7 @@ class Lookups:
         for keys in hit_keys(spec, asked.digests, hit):
             packed.append(pool.lease(keys, owner, until))
             if tier is not None:
-                tier.lease(keys, coming, until)
+                self._context.driver.incoming.lease(keys, coming, until)
             await next_turn()
         # A plan's columns are the shards of the whole spec.
         if len(spec.shard.peers()) != len(session.spec.shard.peers()):
