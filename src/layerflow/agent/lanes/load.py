@@ -78,6 +78,7 @@ class PlannedLoads:
         step: Step,
         layers: Sequence[LayerShape],
         blocks: Mapping[int, int],
+        *,
         copier: Copier,
         link: EmulatedLink,
         over: Callable[[PlannedLoads], None],

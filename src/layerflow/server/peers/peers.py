@@ -7,7 +7,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import structlog
@@ -20,9 +20,9 @@ from layerflow.flow.events import Event
 from layerflow.observe.collectors import PeerStatistics
 from layerflow.pool.base import Pool
 from layerflow.server.account import Accounts
-from layerflow.server.arrivals import Follows
 from layerflow.server.clients import Address
 from layerflow.server.handoffs.registry import Handoffs
+from layerflow.server.incoming import Follows, IncomingObjects
 from layerflow.server.mailboxes import Mailboxes, Work
 from layerflow.server.peers.attachment import Attachment, PeerTarget
 from layerflow.server.peers.handoffs import HandoffReading
@@ -84,7 +84,7 @@ class Peers:
     :param arena: descriptor and size. :param view: its bytes.
     :param models: the specs that workers here are attached with.
     :param send: to a client of the control sockets. :param emit: gives events to the core.
-    :param numbers: of fetches, shared with the tier's and with follows, and of everything that peers are asked.
+    :param incoming: what is on its way into the arena; what peers are asked has numbers of the same series.
     :param storing: hand-offs, and what is followed.
     :param accounts: of readers, among those of other clients. :param mailboxes: likewise.
     :raises ConfigError: a tcp peer is named, and this server has no key of its own.
@@ -101,7 +101,7 @@ class Peers:
         models: Callable[[], Sequence[ModelSpec]],
         send: Callable[[Address, Message], object],
         emit: Callable[[Sequence[Event]], None],
-        numbers: Iterator[int],
+        incoming: IncomingObjects,
         storing: tuple[Handoffs, Follows],
         accounts: Accounts,
         mailboxes: Mailboxes,
@@ -115,7 +115,7 @@ class Peers:
             self.lending = Lending(settings, pool, arena, view, models, send, *storing, accounts, mailboxes)
         self.source: PeerSource | None = None
         self.reading: HandoffReading | None = None
-        self.parts = HandoffParts(storing[0], numbers)
+        self.parts = HandoffParts(storing[0], incoming.numbers)
         self.keep_part: Callable[[Reader, PartMessage], Work] | None = None  #: does what other servers want kept
         self._targets = [
             PeerTarget(
@@ -124,7 +124,7 @@ class Peers:
             for one in peers.attach
         ]
         if self._targets or peers.learn:
-            self.source = PeerSource(settings, pool, arena, emit, numbers, self._attachment, models, self.parts)
+            self.source = PeerSource(settings, pool, arena, emit, incoming, self._attachment, models, self.parts)
             self.reading = HandoffReading(settings, self.source)
 
     def start(self) -> None:
