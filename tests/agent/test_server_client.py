@@ -122,7 +122,7 @@ def test_a_refused_question_fails_alone() -> None:
     client, server = connected()
     (one, first), (two, second) = ask(client, "one"), ask(client, "two")
     opened = HandoffInquiry(until=1.0, name="h")
-    client.post(opened, opening := client.opening("h", CHAIN, 40, 0.0, 1.0, ()))
+    client.post(opened, opening := client.opening("h", CHAIN, 40, lease_s=0.0, timeout_s=1.0, servers=()))
     server.coming += [
         wire.Problem(first, "invalid", "no"),
         wire.Problem(-1, "malformed", "of something else"),

@@ -50,14 +50,16 @@ class Arena:
             self.pool,
             int(1.5 * COUNT * NBYTES),
             lambda: 1.0,
-            lambda keys, owner, _: self.pool.revoke(list(keys), owner),
-            self.soon.append,
-            lambda: None,
+            withdraw=lambda keys, owner, _: self.pool.revoke(list(keys), owner),
+            soon=self.soon.append,
+            changed=lambda: None,
         )
 
     def open(self, name: str, prompt: Prompt, engine: str = "P") -> str:
         charge = self.charge = Mock()
-        opening = self.handoffs.open(name, engine, 1, [Mock()], prompt, 60.0, 1e12, charge)  # type: ignore[arg-type]
+        opening = self.handoffs.open(
+            name, engine, 1, specs=[Mock()], prompt=prompt, lease_s=60.0, due=1e12, charge=charge
+        )  # type: ignore[arg-type]
         while True:
             try:
                 next(opening)
@@ -167,7 +169,7 @@ def test_what_is_still_to_be_given_back_is_nobodys_hand_off(arena: Arena) -> Non
 def test_an_opening_that_is_cut_off_keeps_nothing(arena: Arena) -> None:
     prompt = Prompt()
     arena.handoffs.announce("h", 1e12)
-    opening = arena.handoffs.open("h", "P", 1, [Mock()], prompt, 60.0, 1e12, Mock())  # type: ignore[arg-type]
+    opening = arena.handoffs.open("h", "P", 1, specs=[Mock()], prompt=prompt, lease_s=60.0, due=1e12, charge=Mock())  # type: ignore[arg-type]
     while not arena.kept:
         next(opening)
     opening.close()

@@ -192,7 +192,9 @@ def tier(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[real.Tier, list[Ask]
     with contextlib.closing(PoolArena(1 << 20)) as arena:
         pool, settings = MemoryPool(arena), PoolSettings()
         incoming = IncomingObjects(pool, lambda events: None)
-        tier = real.Tier("disk", {}, settings, pool, (arena.fd, arena.nbytes), lambda events: None, incoming)
+        tier = real.Tier(
+            "disk", {}, settings, pool=pool, arena=(arena.fd, arena.nbytes), emit=lambda events: None, incoming=incoming
+        )
         monkeypatch.setattr(tier._questions, "_send", lambda ask: sent.append(ask) or True)
         tier.up = True
         yield tier, sent

@@ -161,7 +161,7 @@ class World:
         reserved = self.pool.reserve(objects, ("step", *key_of_step))
         placed = [(one, place.offset) for one, place in zip(objects, reserved, strict=True)]
         self.saved[key_of_step] = [one.key for one in objects]
-        opened = self.writes.plan(key_of_step, "engine", 0, LAYERS, placed, range(len(names)))
+        opened = self.writes.plan(key_of_step, "engine", 0, layers=LAYERS, placed=placed, parts=range(len(names)))
         parts = tuple(Part(str(name), 0, 2) for name in names)
         self.emit([StepOpened(*key_of_step, 9.0, 9.0, (), parts), opened])
 

@@ -526,7 +526,7 @@ class ServerClient:
         return inquiry
 
     def opening(
-        self, handoff: str, chain: Chain, tokens: int, lease_s: float, timeout_s: float, servers: Sequence[str]
+        self, handoff: str, chain: Chain, tokens: int, *, lease_s: float, timeout_s: float, servers: Sequence[str]
     ) -> OpenHandoff:
         """The message that opens a hand-off of a prompt's first `tokens` tokens."""
         lease_ms, timeout_ms = max(0, round(lease_s * 1e3)), max(1, round(timeout_s * 1e3))

@@ -170,7 +170,7 @@ class Control:
         """
         if self._client.spec is None:
             raise SessionError("hand-offs need the model's spec; pass spec= to Control")
-        message = self._client.opening(handoff, chain, tokens, lease_s, timeout_s, servers)
+        message = self._client.opening(handoff, chain, tokens, lease_s=lease_s, timeout_s=timeout_s, servers=servers)
         with self._lock:
             inquiry = HandoffInquiry(until=time.monotonic() + self._lookup_timeout_s, name=handoff)
             self._ask(inquiry, message)

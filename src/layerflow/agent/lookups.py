@@ -143,7 +143,7 @@ class Lookups(ServerClient):
         """
         inquiry = HandoffInquiry(until=time.monotonic() + self._timeout_s, name=handoff)
         self.reachable()
-        self.post(inquiry, self.opening(handoff, chain, tokens, lease_s, timeout_s, servers))
+        self.post(inquiry, self.opening(handoff, chain, tokens, lease_s=lease_s, timeout_s=timeout_s, servers=servers))
         return inquiry
 
     def watch_handoff(self, handoff: str, timeout_s: float) -> HandoffInquiry:

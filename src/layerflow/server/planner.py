@@ -94,6 +94,7 @@ def plan_loads(
     pool: Pool,
     tier: Sources | None,
     session: ClientSession,
+    *,
     book: StepBook,
     loads: list[Wanted],
     handoffs: Handoffs,
@@ -230,6 +231,7 @@ def plan_saves(
     pool: Pool,
     book: StepBook,
     saves: list[tuple[Wanted, list[NewObject]]],
+    *,
     bad: set[str],
     replicas: Sequence[Replica],
     unclaimed: Container[bytes],
@@ -269,6 +271,7 @@ def plan_step(
     pool: Pool,
     tier: Sources | None,
     session: ClientSession,
+    *,
     message: OpenStep,
     checked: CheckedStep,
     replicas: Sequence[Replica],
@@ -294,10 +297,18 @@ def plan_step(
     load_plan, load_parts, bad, covered = (
         take_over(pool, session, book, message, loads)
         if message.planned
-        else plan_loads(pool, tier, session, book, loads, handoffs, incoming, follows)
+        else plan_loads(
+            pool, tier, session, book=book, loads=loads, handoffs=handoffs, incoming=incoming, follows=follows
+        )
     )
     save_plan, save_parts, full, placed = plan_saves(
-        pool, book, saves, bad, replicas, unclaimed, functools.partial(handoffs.adopt, session.engine)
+        pool,
+        book,
+        saves,
+        bad=bad,
+        replicas=replicas,
+        unclaimed=unclaimed,
+        adopt=functools.partial(handoffs.adopt, session.engine),
     )
     opened = StepOpened(
         session.number,
@@ -312,7 +323,12 @@ def plan_step(
     if tier is not None:
         for group, (objects, parts) in placed.items():
             events += tier.plan(
-                (session.number, message.step), session.engine, group, len(spec.groups[group].layers), objects, parts
+                (session.number, message.step),
+                session.engine,
+                group,
+                layers=len(spec.groups[group].layers),
+                placed=objects,
+                parts=parts,
             )
     for group, (objects, parts) in placed.items():
         saved = {new.key: part for (new, _), part in zip(objects, parts, strict=True)}

@@ -232,11 +232,11 @@ def find_and_bring(
     pool: Pool,
     tier: Tier | Sources,
     spec: ModelSpec,
+    *,
     shards: Sequence[Shard],
     prompt: tuple[bytes, list[bytes], int, bytes],
     found: frozenset[bytes],
     engine: str,
-    *,
     blocks: BlockDigests = NO_BLOCKS,
     direct: bool = False,
 ) -> Generator[None, None, HitLength]:
@@ -256,7 +256,7 @@ def find_and_bring(
     while True:
         there = view_of_tier(None if direct else pool, tier, found, unavailable)
         hit = yield from search_hit(there, spec, root, digests, tokens, own=own, blocks=blocks)
-        stuck = yield from _bring(pool, tier, spec, shards, digests, hit, engine)
+        stuck = yield from _bring(pool, tier, spec, shards=shards, digests=digests, hit=hit, engine=engine)
         if not stuck:
             return hit
         unavailable |= stuck  # no room in the arena, or it left the tier since: a shorter hit
@@ -266,6 +266,7 @@ def _bring(
     pool: Pool,
     tier: Tier | Sources,
     spec: ModelSpec,
+    *,
     shards: Sequence[Shard],
     digests: list[bytes],
     hit: HitLength,
@@ -297,6 +298,7 @@ def bring_pieces(
     pool: Pool,
     tier: Sources,
     spec: ModelSpec,
+    *,
     covering: Covering,
     prompt: tuple[bytes, Sequence[bytes]],
     hit: HitLength,
@@ -328,7 +330,7 @@ def bring_pieces(
             keys = object_keys((digest,), (number,), spec.shard.peers())
             for told, source in _lacking(pool, tier, covering, keys, found):
                 box = told.of_layers(spec.depth_of(number))
-                new = _piece(spec, number, box, source, tokens, parent)
+                new = _piece(spec, number, box, source=source, tokens=tokens, parent=parent)
                 pieces.setdefault((box.first_layer, box.end_layer), {})[source] = new
         for (first, end), objects in pieces.items():
             # The group's own numbers where it has as many layers, so that an equal worker's step can use them too.
@@ -354,7 +356,7 @@ def _lacking(
                     yield box, source
 
 
-def _piece(spec: ModelSpec, number: int, box: Box, source: bytes, tokens: int, parent: bytes) -> NewObject:
+def _piece(spec: ModelSpec, number: int, box: Box, *, source: bytes, tokens: int, parent: bytes) -> NewObject:
     """An object of another partition: as many blocks, of its own layers and heads."""
     group = spec.groups[number]
     blocks = len(group.rules.keep(tokens))

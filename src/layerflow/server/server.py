@@ -168,9 +168,9 @@ class Server:
             self.pool,
             self.pool.statistics().capacity_bytes,
             lambda: self.settings.pd.handoff_share,
-            self.driver.follows.withdraw,
-            lambda work: asyncio.get_running_loop().call_soon(work),
-            self._less_to_do,
+            withdraw=self.driver.follows.withdraw,
+            soon=lambda work: asyncio.get_running_loop().call_soon(work),
+            changed=self._less_to_do,
         )
         self.driver.handoffs = self.handoffs
         arena, incoming = (self._arena.fd, self._arena.nbytes), self.driver.incoming
@@ -178,7 +178,10 @@ class Server:
         if tier is not None:
             from layerflow.server.tier.tier import Tier  # noqa: PLC0415 - most servers have none
 
-            self.tier = Tier(*tier, settings.pool, self.pool, arena, self._tier_news, incoming)
+            name, options = tier
+            self.tier = Tier(
+                name, options, settings.pool, pool=self.pool, arena=arena, emit=self._tier_news, incoming=incoming
+            )
         self.peers: Peers | None = None
         if settings.peers.serve or settings.peers.attach or settings.peers.learn:
             from layerflow.server.peers.peers import Peers  # noqa: PLC0415 - most servers have none

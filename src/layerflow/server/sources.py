@@ -105,12 +105,17 @@ class Sources:
         step: StepKey,
         source: str,
         group: int,
+        *,
         layers: int,
         placed: Sequence[tuple[NewObject, int]],
         parts: Sequence[int],
     ) -> list[WriteOpened]:
         """A step is about to save these at these places. What to tell the core then."""
-        return self.tier.plan(step, source, group, layers, placed, parts) if self.tier is not None else []
+        return (
+            self.tier.plan(step, source, group, layers=layers, placed=placed, parts=parts)
+            if self.tier is not None
+            else []
+        )
 
     def committed(self, step: StepKey, keys: Sequence[bytes]) -> None:
         """These are whole in the arena."""

@@ -121,7 +121,9 @@ async def keep(context: ServerContext, chunk_tokens: int, opener: Opener, messag
     charge = opener.account.charge(f"hand-off {name!r}", asked_for * OBJECT_BYTES)
     why = "it was not opened"
     try:
-        opening = context.handoffs.open(name, engine, opener.number, specs, prompt, lease_s, due, charge)
+        opening = context.handoffs.open(
+            name, engine, opener.number, specs=specs, prompt=prompt, lease_s=lease_s, due=due, charge=charge
+        )
         why = await in_slices(opening)
     finally:
         if why:

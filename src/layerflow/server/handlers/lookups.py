@@ -190,7 +190,11 @@ class Lookups:
             there = view_of_tier(pool, tier, found, covering=covering)
             hit = await in_slices(search_prompt(there, spec, asked))
             above = lookup.root, asked.digests
-            pieces = await in_slices(bring_pieces(pool, tier, spec, covering, above, hit, found, session.engine))
+            pieces = await in_slices(
+                bring_pieces(
+                    pool, tier, spec, covering=covering, prompt=above, hit=hit, found=found, engine=session.engine
+                )
+            )
         if pieces:
             # What has come by then counts; what comes later, for the next lookup of the prompt, while the lease lasts.
             come_by = heard + tier.settings.lookup_timeout_ms / 1e3 if until is None else until
@@ -210,10 +214,10 @@ class Lookups:
             pool,
             tier,
             spec,
-            shards,
-            prompt,
-            found,
-            session.engine,
+            shards=shards,
+            prompt=prompt,
+            found=found,
+            engine=session.engine,
             blocks=asked.blocks,
             direct=direct,
         )

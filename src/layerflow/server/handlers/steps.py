@@ -104,13 +104,13 @@ def _plan(context: ServerContext, session: ClientSession, message: wire.OpenStep
         context.pool,
         context.tier,
         session,
-        message,
-        checked,
-        context.sessions.replicas_of(session),
-        context.driver.unclaimed,
-        context.handoffs,
-        context.driver.incoming,
-        context.driver.follows,
+        message=message,
+        checked=checked,
+        replicas=context.sessions.replicas_of(session),
+        unclaimed=context.driver.unclaimed,
+        handoffs=context.handoffs,
+        incoming=context.driver.incoming,
+        follows=context.driver.follows,
     )
 
 

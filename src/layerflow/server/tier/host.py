@@ -183,11 +183,11 @@ class HostChild:
         backend: str,
         arena: tuple[int, int],
         module: str,
+        *,
         environment: Mapping[str, str],
         throttle: Throttle,
         heard: Callable[[ToServer], None],
         dead: Callable[[str], None],
-        *,
         mapped: bool = True,
     ) -> None:
         self._heard, self._dead = heard, dead
@@ -518,10 +518,10 @@ class HostProcess:
                 self._backend,
                 self._arena,
                 self._module,
-                variables,
-                self._throttle,
-                self._heard,
-                self._died,
+                environment=variables,
+                throttle=self._throttle,
+                heard=self._heard,
+                dead=self._died,
                 mapped=self._mapped,
             )
         except (OSError, LayerflowError) as error:

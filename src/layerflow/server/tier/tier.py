@@ -142,6 +142,7 @@ class Tier:
         name: str,
         options: dict[str, Any],
         settings: PoolSettings,
+        *,
         pool: Pool,
         arena: tuple[int, int],
         emit: Callable[[Sequence[Event]], None],
@@ -286,12 +287,13 @@ class Tier:
         step: StepKey,
         source: str,
         group: int,
+        *,
         layers: int,
         placed: Sequence[tuple[NewObject, int]],
         parts: Sequence[int],
     ) -> list[WriteOpened]:
         """A step is about to save these at these places; see :meth:`Writes.plan`. What to tell the core then."""
-        return [self._writes.plan(step, source, group, layers, placed, parts)] if self.up else []
+        return [self._writes.plan(step, source, group, layers=layers, placed=placed, parts=parts)] if self.up else []
 
     def committed(self, step: StepKey, keys: Sequence[bytes]) -> None:
         """These are whole in the arena."""

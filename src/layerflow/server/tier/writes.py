@@ -104,6 +104,7 @@ class Writes:
         step: StepKey,
         source: str,
         group: int,
+        *,
         layers: int,
         placed: Sequence[tuple[NewObject, int]],
         parts: Sequence[int],
