@@ -11,16 +11,18 @@ import pytest
 from e2e.hostile import U32, Hostile
 from e2e.known import PATIENCE_S, eventually, small_spec
 
-from layerflow.errors import PoolError
+from layerflow.errors import InvalidTransition, PoolError
 from layerflow.keys import object_key
 from layerflow.server import EmbeddedServer
-from layerflow.server.clients import ClientSession
+from layerflow.server.account import Accounts, Allowance
+from layerflow.server.clients import ClientSession, Sessions
 from layerflow.server.handlers.messages import Handlers
 from layerflow.server.peers import lending
 from layerflow.system import numbers
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
 from layerflow.wire.packing import unpack_u32, unpack_u64
+from layerflow.wire.rights import HERE
 from server.raw import RawClient, RawReader
 from server.support import Embed, worker_on
 
@@ -166,6 +168,79 @@ def test_questions_that_wait_are_bounded_and_end_with_their_reader(embed: Embed)
     reader.close()
     assert eventually(lambda: server.call(lambda: server.server.handoffs.statistics().announced) == 0)
     assert eventually(lambda: server.call(lambda: server.server.accounts.nbytes) == 0), "it ends in slices"
+
+
+def test_a_lease_ends_at_its_time_unless_it_is_renewed(embed: Embed, reader_of: Readers) -> None:
+    server = embed(peers__serve=True)
+    keys = stored(server, 64)
+    reader = reader_of(server)
+    reader.look(keys, 60_000)
+    asked = time.monotonic()
+    lease = reader.hear(wire.PeerFound).lease
+
+    def expire(now: float) -> None:
+        server.call(lambda: server.server.peers.lending.expire(now))
+
+    def expired() -> int:
+        return int(server.call(lambda: server.server.peers.lending.counts()["expired_leases"]))
+
+    expire(asked + 59.0)
+    assert (expired(), pinned(server)) == (0, len(keys))
+    reader.say(wire.PeerBeat(1.0, [lease, lease + 1]))
+    while (beat := reader.hear(wire.PeerBeat)).sent != 1.0:
+        pass
+    assert list(beat.renew) == [lease], "it holds no other"
+    renewed = time.monotonic()
+    expire(asked + 60.0)
+    assert expired() == 0
+    expire(renewed + 60.0)
+    assert expired() == 1 and eventually(lambda: (leases(server), pinned(server)) == (0, 0))
+    reader.say(wire.PeerBeat(2.0, [lease]))
+    while (beat := reader.hear(wire.PeerBeat)).sent != 2.0:
+        pass
+    assert not beat.renew, "what is over is not renewed"
+
+
+def test_a_lease_of_another_reader_is_not_released_or_renewed(embed: Embed, reader_of: Readers) -> None:
+    server = embed(peers__serve=True)
+    keys = stored(server, 64)
+    reader, other = reader_of(server), RawReader(server, "other")
+    reader.look(keys)
+    lease = reader.hear(wire.PeerFound).lease
+    other.say(wire.PeerRelease(lease))
+    other.say(wire.PeerBeat(1.0, [lease]))
+    while (beat := other.hear(wire.PeerBeat)).sent != 1.0:
+        pass
+    assert not beat.renew and leases(server) == 1
+    other.close()
+    assert eventually(lambda: server.call(lambda: len(server.server.sessions.readers())) == 1)
+    assert leases(server) == 1 and pinned(server) == len(keys)
+
+
+def test_readers_and_clients_have_numbers_of_one_kind(embed: Embed, reader_of: Readers) -> None:
+    """What one has opened, such as a hand-off, is not ended with another."""
+    server = embed(peers__serve=True)
+    reader_of(server)
+    client = RawClient(server.context, server.endpoint, SPEC, "client")
+    numbers = server.call(lambda: [session.number for session in server.server.sessions.all()])
+    assert len(set(numbers)) == 2 and client.number in numbers
+    assert [session.number for session in server.server.sessions] == [client.number], "a reader is no client"
+    client.close()
+
+
+def test_no_state_of_a_lease_is_left_behind_and_none_is_skipped() -> None:
+    states = lending.LeaseState
+    assert lending.LEASE_TRANSITIONS.keys() == set(states)
+    reader = Sessions(Accounts(lambda: Allowance(1, 1))).open_reader(("tcp", b"r"), "r", 1, 0.0, HERE)
+    for state, following in lending.LEASE_TRANSITIONS.items():
+        for wanted in states:
+            lease = lending.Lease(1, reader, 1.0, state=state)
+            if wanted in following:
+                lease.become(wanted)
+                assert lease.state is wanted
+            else:
+                with pytest.raises(InvalidTransition, match=f"{state} cannot become {wanted}"):
+                    lease.become(wanted)
 
 
 @pytest.mark.parametrize("before", [1 << 16, 1 << 32, 1 << 63], ids=["2**16", "2**32", "2**63"])
