@@ -10,6 +10,7 @@ import sys
 from flow_books import Pass, Side, covered, side_of
 from flow_fetches import Fetch, Fetches
 from flow_follows import Follow, Follows
+from flow_lives import Lives
 from flow_writes import Writes
 
 from layerflow.flow import Flow
@@ -78,6 +79,7 @@ class World:
         self.limits = limits or Limits()
         self.flow = Flow(self.limits)
         self.validate = validate
+        self.lives = Lives()
         self.most = most
         self.now = 100.0
         self.layers: dict[int, tuple[LayerShape, ...]] = {}
@@ -191,8 +193,7 @@ class World:
             self._obey(command, lost)
         if self.flow.paused:
             self._ready()
-            if self.validate:
-                self.flow.validate()
+            self._check()
             rest = self.flow.handle(Tick(), self.now)
             assert of(rest, Submit), "paused for nothing"
             for command in rest:
@@ -203,9 +204,13 @@ class World:
             assert not [key for key in self.live if key[0] == lost]
             del self.layers[lost]
         self._ready()
+        self._check()
+        return commands
+
+    def _check(self) -> None:
         if self.validate:
             self.flow.validate()
-        return commands
+            self.lives.look(self.flow)
 
     def _before(self, event: Event) -> int | None:
         match event:

@@ -11,18 +11,16 @@ import pytest
 from e2e.hostile import U32, Hostile
 from e2e.known import PATIENCE_S, eventually, small_spec
 
-from layerflow.errors import InvalidTransition, PoolError
+from layerflow.errors import PoolError
 from layerflow.keys import object_key
 from layerflow.server import EmbeddedServer
-from layerflow.server.account import Accounts, Allowance
-from layerflow.server.clients import ClientSession, Sessions
+from layerflow.server.clients import ClientSession
 from layerflow.server.handlers.messages import Handlers
 from layerflow.server.peers import lending
 from layerflow.system import numbers
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
 from layerflow.wire.packing import unpack_u32, unpack_u64
-from layerflow.wire.rights import HERE
 from server.raw import RawClient, RawReader
 from server.support import Embed, worker_on
 
@@ -228,19 +226,25 @@ def test_readers_and_clients_have_numbers_of_one_kind(embed: Embed, reader_of: R
     client.close()
 
 
-def test_no_state_of_a_lease_is_left_behind_and_none_is_skipped() -> None:
-    states = lending.LeaseState
-    assert lending.LEASE_TRANSITIONS.keys() == set(states)
-    reader = Sessions(Accounts(lambda: Allowance(1, 1))).open_reader(("tcp", b"r"), "r", 1, 0.0, HERE)
-    for state, following in lending.LEASE_TRANSITIONS.items():
-        for wanted in states:
-            lease = lending.Lease(1, reader, 1.0, state=state)
-            if wanted in following:
-                lease.become(wanted)
-                assert lease.state is wanted
-            else:
-                with pytest.raises(InvalidTransition, match=f"{state} cannot become {wanted}"):
-                    lease.become(wanted)
+def test_pins_of_a_lease_stay_until_the_exporter_has_said_that_nothing_is_read(
+    embed: Embed, reader_of: Readers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = embed(peers__serve=True)
+    keys = stored(server, 64)
+    reader = reader_of(server)
+    reader.look(keys)
+    number = reader.hear(wire.PeerFound).lease
+    lender = server.server.peers.lending
+    lease, told = lender._leases[number], list[object]()
+    monkeypatch.setattr(lender.exporting, "send", lambda message: told.append(message) or True)
+    server.call(lambda: lender._withdrawn(number))
+    assert lease.state is lending.LeaseState.LENT, "the exporter was not asked to end it"
+    server.call(lambda: lender._end(lease))
+    server.call(lambda: lender._end(lease))
+    assert lease.state is lending.LeaseState.WITHDRAWN and len(told) == 1 and pinned(server) == len(keys)
+    server.call(lambda: lender._withdrawn(number))
+    assert (lease.state, leases(server), pinned(server)) == (lending.LeaseState.OVER, 0, 0)
+    monkeypatch.undo()
 
 
 @pytest.mark.parametrize("before", [1 << 16, 1 << 32, 1 << 63], ids=["2**16", "2**32", "2**63"])

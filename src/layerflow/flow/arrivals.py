@@ -25,6 +25,9 @@ from layerflow.flow.events import (
     Part,
 )
 from layerflow.flow.graph import (
+    CANCELLED,
+    ENDED,
+    OPEN,
     Dependency,
     Fetch,
     Follow,
@@ -368,7 +371,7 @@ def revoke_fetches(state: State, event: FetchesRevoked, out: list[Command]) -> N
     reason = event.reason
     for fetch in [*state.fetches.transfers.values(), *state.peers.transfers.values()]:
         if event.unwanted and (
-            fetch.leased or any(not dependency.transfer.job.cancelled for dependency in fetch.dependencies)
+            fetch.leased or any(dependency.transfer.job.state is not CANCELLED for dependency in fetch.dependencies)
         ):
             continue
         fail(state, fetch, fetch.unfinished(), reason, out)
@@ -391,7 +394,7 @@ def expire_fetch(state: State, fetch: Fetch, out: list[Command]) -> None:
 # and publishes nothing before its loads have ended. The load that closes such a circle fails at once.
 
 
-CANCELLED = "its save was cancelled"
+SAVE_CANCELLED = "its save was cancelled"
 CIRCLE = "the step that stores it waits for what this one stores"
 
 
@@ -418,7 +421,7 @@ def open_follow(state: State, event: FollowOpened, out: list[Command]) -> None:
     state.counters.follows += 1
     if save is not None:
         save.follows.append(follow)
-        lose_followed(state, save, save.job.dropped, CANCELLED, out)
+        lose_followed(state, save, save.job.dropped, SAVE_CANCELLED, out)
         _tell(follow, out)
     elif event.parts:
         state.counters.late_reports += 1
@@ -439,7 +442,7 @@ def rebind_follow(state: State, event: FollowMoved, out: list[Command]) -> None:
     if follow.parts or not known or unlike or not set(event.objects) <= set(follow.unfinished()):
         raise InvalidTransition(f"follow {event.follow}: {event.objects[:4]} cannot be those of {event.into}")
     if into is None:
-        fail(state, follow, event.objects, CANCELLED, out)  # over before it began
+        fail(state, follow, event.objects, SAVE_CANCELLED, out)  # over before it began
         finalize_incoming_if_done(state, follow, out)
         return
     follow.rebound.update(event.objects)
@@ -448,7 +451,7 @@ def rebind_follow(state: State, event: FollowMoved, out: list[Command]) -> None:
     if isinstance(into, Follow):
         _cut_circles(state, into, out)
     if lost:
-        _fail_dependents(state, into, lost, CANCELLED, out)
+        _fail_dependents(state, into, lost, SAVE_CANCELLED, out)
     finalize_incoming_if_done(state, follow, out)
 
 
@@ -489,13 +492,13 @@ def _waits_for(saves: TransferJob, loads: TransferJob, seen: set[int]) -> bool:
 def _holding(saves: TransferJob) -> Iterator[TransferJob]:
     """The loads that must end before these saves are published: their step's, and earlier ones of their requests."""
     own = saves.step.loads
-    if own is not None and not own.done:
+    if own is not None and own.state is not ENDED:
         yield own
     requests = {part.request for position, part in enumerate(saves.parts) if position not in saves.dropped}
     for step in saves.step.session.steps.values():
         if step is saves.step:
             return
-        if step.loads is not None and step.loads.undecided and not requests.isdisjoint(step.loads.requests()):
+        if step.loads is not None and step.loads.state is OPEN and not requests.isdisjoint(step.loads.requests()):
             yield step.loads
 
 
@@ -524,7 +527,7 @@ def lose_followed(state: State, save: Transfer, parts: Collection[int], reason: 
 
 def commit_follows(state: State, save: Transfer, out: list[Command]) -> None:
     """Publish what the save has stored, whatever was not cancelled of it."""
-    lose_followed(state, save, save.job.dropped, CANCELLED, out)
+    lose_followed(state, save, save.job.dropped, SAVE_CANCELLED, out)
     for follow in list(save.follows):
         follow.committed = True
         mark_stored(follow, follow.unfinished(), out)

@@ -13,6 +13,7 @@ from typing import ClassVar, NamedTuple
 from layerflow.errors import InvalidTransition
 from layerflow.flow.events import LOAD, Direction, Event, FetchOpened, Hop, LayerShape, Part, SessionOpened, StepOpened
 from layerflow.flow.host_transfer import CallExtent, Client, HostTransfer
+from layerflow.lives import Life
 
 # What the core knows of an attached engine worker.
 
@@ -414,6 +415,62 @@ class Transfer:
         self.pending -= 1
 
 
+class JobState(enum.Enum):
+    """Where one direction of a step is."""
+
+    OPEN = 0
+    CANCELLED = 1
+    ENDED = 2
+
+
+OPEN, CANCELLED, ENDED = JobState  # a member is looked up in its class several times an event otherwise
+
+JOB_LIFE = Life(
+    "one direction of a step",
+    {
+        OPEN: ("batches are granted, as far as caps and the forward pass allow", (CANCELLED, ENDED)),
+        CANCELLED: ("fenced, expired or cut: nothing more is granted, and what is in flight is awaited", (ENDED,)),
+        ENDED: (
+            "loads: nothing is left to be moved. Saves: every part is committed or revoked",
+            (),
+        ),
+    },
+)
+
+
+class PartState(enum.Enum):
+    """Where a part of a step is: what one request loads or saves of one group."""
+
+    OPEN = 0
+    IN_PLACE = 1
+    COMMITTED = 2
+    CANCELLED = 3
+    REVOKED = 4
+
+
+PART_LIFE = Life(
+    "a part of a step",
+    {
+        PartState.OPEN: (
+            "some of its blocks wait for their turn or for their objects, or are in flight",
+            (PartState.IN_PLACE, PartState.CANCELLED),
+        ),
+        PartState.IN_PLACE: (
+            "every layer has been moved, but for blocks that were reported as failed. A save waits for what it was "
+            "computed from: the loads of its step, and earlier ones of its request",
+            (PartState.COMMITTED, PartState.CANCELLED),
+        ),
+        PartState.COMMITTED: ("a save: published, and pinned no more by its step", ()),
+        PartState.CANCELLED: (
+            "a load that failed, or either of a request that was aborted, or of a step that was fenced, cut or "
+            "expired: nothing more is granted. A save waits for the batches that touch it",
+            (PartState.REVOKED,),
+        ),
+        PartState.REVOKED: ("a save: its room in the arena is given back", ()),
+    },
+)
+
+
 @dataclass(slots=True, eq=False)
 class TransferJob:
     """One direction of a step.
@@ -424,8 +481,7 @@ class TransferJob:
     :param in_flight_count: batches in flight.
     :param gated: batches granted before they could move, by gate; ended ones among them.
     :param moved: bytes that arrived.
-    :param cancelled: fenced, expired or cut: nothing more is granted and no layer is sealed any more.
-    :param done: loads: nothing left to do, and said so.
+    :param state: no layer is sealed any more unless it is open.
     :param open: saves: parts neither committed nor revoked.
     :param revoked: saves: positions given back.
     :param dependencies: loads: what they need of fetches, until they are done.
@@ -446,8 +502,7 @@ class TransferJob:
     in_flight_count: int = 0
     moved: int = 0
     open: int = 0
-    cancelled: bool = False
-    done: bool = False
+    state: JobState = OPEN
     dependencies: list[Dependency] = field(default_factory=list)
     held: bool = False
     planned: bool = False
@@ -475,10 +530,30 @@ class TransferJob:
         """The transfer that the part at `position` is in."""
         return self.transfers[self.parts[position].group]
 
-    @property
-    def undecided(self) -> bool:
-        """Loads: one of them may still fail. What is left of fenced loads has failed already."""
-        return not (self.done or self.cancelled)
+    def enter(self, state: JobState) -> None:
+        """:raises InvalidTransition: where its life does not allow it."""
+        if self.state is not state:
+            JOB_LIFE.check(self.state, state, f"{self.direction.name} of step {self.step.number}")
+            self.state = state
+
+    def close_parts(self, count: int) -> None:
+        """Saves: so many parts more are committed or revoked."""
+        self.open -= count
+        if not self.open:
+            self.enter(ENDED)
+
+    def part_state(self, position: int) -> PartState:
+        """Where the part at `position` is."""
+        if position in self.dropped:
+            return PartState.REVOKED if position in self.revoked else PartState.CANCELLED
+        transfer = self.transfer_of(position)
+        if transfer.committed:
+            return PartState.COMMITTED
+        lo, hi = transfer.span(position)
+        moving = any(lo < batch.hi and batch.lo < hi for batch in transfer.in_flight.values())
+        if moving or any(touches(cursor.spans, lo, hi) for cursor in transfer.cursors()):
+            return PartState.OPEN
+        return PartState.IN_PLACE
 
     def requests(self) -> dict[str, list[int]]:
         """The parts of each request; built at the first question."""
@@ -527,9 +602,9 @@ class Step:
     def next_alarm(self) -> float:
         """The earliest deadline that still has a consequence."""
         when = math.inf
-        if self.loads is not None and not self.loads.done and not self.loads.cancelled:
+        if self.loads is not None and self.loads.state is OPEN:
             when = self.deadline
-        if self.saves is not None and self.saves.open and not self.saves.cancelled:
+        if self.saves is not None and self.saves.state is OPEN:
             when = min(when, self.save_deadline)
         if when == math.inf and not self.closed:
             when = max(self.deadline, self.save_deadline)
@@ -562,6 +637,35 @@ def _brief(event: Event) -> str:
 
 
 # What loads depend on: objects that are not in the arena yet, and the blocks that come with each of them.
+
+
+class ObjectState(enum.Enum):
+    """Where one object of an incoming is."""
+
+    COMING = 0
+    PUBLISHED = 1
+    REBOUND = 2
+    LOST = 3
+    FREED = 4
+
+
+OBJECT_LIFE = Life(
+    "an object on its way",
+    {
+        ObjectState.COMING: (
+            "a host fetches it, a step stores it here, or it has room and no step saves it yet. Loads take its layers "
+            "as they come",
+            (ObjectState.PUBLISHED, ObjectState.REBOUND, ObjectState.LOST),
+        ),
+        ObjectState.PUBLISHED: ("whole in the arena, and read by anybody", ()),
+        ObjectState.REBOUND: ("a step saves what had only room, or a fetch brings it: it goes on there", ()),
+        ObjectState.LOST: (
+            "the loads that need it have failed; its room is held while a host, a reader or a load may touch it",
+            (ObjectState.FREED,),
+        ),
+        ObjectState.FREED: ("its room in the arena is given back", ()),
+    },
+)
 
 
 class Incoming:
@@ -622,6 +726,14 @@ class Incoming:
     def coming(self, index: int) -> bool:
         """Whether this object is still to come."""
         return index not in self.lost and index not in self.whole
+
+    def object_state(self, index: int) -> ObjectState:
+        """Where this object is."""
+        if index in self.lost:
+            return ObjectState.LOST if index in self.occupied else ObjectState.FREED
+        if index in self.whole:
+            return ObjectState.PUBLISHED
+        return ObjectState.COMING if self.coming(index) else ObjectState.REBOUND
 
     def unfinished(self) -> list[int]:
         """Objects that are still to come."""

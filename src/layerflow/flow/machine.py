@@ -66,7 +66,11 @@ from layerflow.flow.events import (
     WritesRevoked,
 )
 from layerflow.flow.graph import (
+    OPEN,
     Fetch,
+    JobState,
+    ObjectState,
+    PartState,
     Session,
     Step,
     Transfer,
@@ -92,7 +96,7 @@ from layerflow.flow.progress import (
 )
 from layerflow.flow.scheduler import grant
 from layerflow.flow.state import FlowStatistics, State
-from layerflow.flow.validate import validate
+from layerflow.flow.validate import lives, validate
 from layerflow.flow.writes import SHED, follow_save, lose_writes, open_write, revoke_writes, write_done
 
 # A step from its message: checked, then a transfer for each group and direction.
@@ -316,6 +320,10 @@ class Flow:
         """
         validate(self._state)
 
+    def lives(self) -> dict[tuple[object, ...], JobState | PartState | ObjectState]:
+        """Where everything that has a life is; see :data:`.PART_LIFE` and its like. Costs O(everything)."""
+        return lives(self._state)
+
     def statistics(self) -> FlowStatistics:
         """A snapshot."""
         state = self._state
@@ -423,7 +431,7 @@ class Flow:
         step = self._state.step(event, event.session, event.step)
         if step is None:
             return
-        if step.loads is None or step.loads.done or step.loads.cancelled:
+        if step.loads is None or step.loads.state is not OPEN:
             self._state.counters.late_reports += 1
             return
         fence_loads(self._state, step.loads, event.reason, out, cancel=False)
@@ -437,9 +445,9 @@ class Flow:
             self._computed(step, step.session.num_layers)
         else:
             reason = "the forward pass did not finish"
-            if step.loads is not None and not step.loads.done and not step.loads.cancelled:
+            if step.loads is not None and step.loads.state is OPEN:
                 fence_loads(state, step.loads, reason, out, cancel=True)
-            if step.saves is not None and step.saves.open and not step.saves.cancelled:
+            if step.saves is not None and step.saves.state is OPEN:
                 cancel_uncomputed(state, step.saves, reason, out)
         step.closed = True
         state.dirty_steps.append(step)
@@ -463,9 +471,9 @@ class Flow:
         session = state.session(event.session)
         for step in list(session.steps.values()) if session is not None else ():
             loads, saves = step.loads, step.saves
-            if event.loads and loads is not None and not loads.done and not loads.cancelled:
+            if event.loads and loads is not None and loads.state is OPEN:
                 fence_loads(state, loads, event.reason, out, cancel=True)
-            if saves is not None and saves.open and not saves.cancelled:
+            if saves is not None and saves.state is OPEN:
                 cancel_saves(state, saves, event.reason, out)
             state.dirty_steps.append(step)
 
@@ -483,10 +491,10 @@ class Flow:
     def _expire(self, step: Step, now: float, out: list[Command]) -> None:
         state, reason = self._state, "deadline"
         loads, saves = step.loads, step.saves
-        if loads is not None and not loads.done and not loads.cancelled and now >= step.deadline:
+        if loads is not None and loads.state is OPEN and now >= step.deadline:
             state.counters.expired_jobs += 1
             fence_loads(state, loads, reason, out, cancel=True)
-        if saves is not None and saves.open and not saves.cancelled and now >= step.save_deadline:
+        if saves is not None and saves.state is OPEN and now >= step.save_deadline:
             state.counters.expired_jobs += 1
             cancel_saves(state, saves, reason, out)
         if now >= max(step.deadline, step.save_deadline):

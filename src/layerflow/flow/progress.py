@@ -18,6 +18,9 @@ from layerflow.flow.commands import (
 )
 from layerflow.flow.events import LOAD, SAVE, BatchDone, BatchFailed, Direction, LoadsMoved, StepOpened
 from layerflow.flow.graph import (
+    CANCELLED,
+    ENDED,
+    OPEN,
     DrainBarrier,
     InFlightBatch,
     Session,
@@ -42,14 +45,15 @@ def finalize_step_if_done(state: State, step: Step, out: list[Command]) -> None:
     if step.session.steps.get(step.number) is not step:
         return
     loads, saves = step.loads, step.saves
-    if loads is not None and not loads.done and loads.idle:
-        loads.done = True
+    if loads is not None and loads.state is not ENDED and loads.idle:
+        loads.enter(ENDED)
         state.finished_loads.append(loads)
         out.append(LoadsDone(step.session.number, step.number))
         release_held(state, step)
-    if saves is not None and saves.open and (loads is None or loads.done):
+    loaded = loads is None or loads.state is ENDED
+    if saves is not None and saves.open and loaded:
         _commit(state, saves, out)
-    if step.closed and (loads is None or loads.done) and (saves is None or not (saves.open or saves.in_flight_count)):
+    if step.closed and loaded and (saves is None or not (saves.open or saves.in_flight_count)):
         forget(state, step, out)
     else:
         state.deadlines.set(step, step.next_alarm())
@@ -65,7 +69,7 @@ def _commit(state: State, saves: TransferJob, out: list[Command]) -> None:
         transfer.committed = True
         parts += [part for part in transfer.members if part not in saves.dropped] if saves.dropped else transfer.members
     if parts:
-        saves.open -= len(parts)
+        saves.close_parts(len(parts))
         state.counters.committed_parts += len(parts)
         out.append(Commit(saves.step.session.number, saves.step.number, tuple(sorted(parts))))
     for transfer in ready:
@@ -80,7 +84,7 @@ def builds_on_loads(saves: TransferJob, transfers: Iterable[Transfer]) -> bool:
     for step in saves.step.session.steps.values():
         if step is saves.step:
             break
-        if step.loads is not None and step.loads.undecided:
+        if step.loads is not None and step.loads.state is OPEN:
             if requests is None:
                 live = (part for transfer in transfers for part in transfer.members if part not in saves.dropped)
                 requests = {saves.parts[part].request for part in live}
@@ -109,7 +113,7 @@ def forget(state: State, step: Step, out: list[Command]) -> None:
 
 def seal_rest(job: TransferJob, out: list[Command]) -> None:
     """Seal the layers of which nothing is left to be granted because it was cancelled."""
-    if job.cancelled:
+    if job.state is not OPEN:
         return
     for transfer in job.transfers.values():
         low = transfer.first_open_layer()
@@ -123,7 +127,7 @@ def revoke(state: State, step: Step, parts: Sequence[int], reason: str, out: lis
     saves = step.saves
     assert saves is not None
     saves.revoked.update(parts)
-    saves.open -= len(parts)
+    saves.close_parts(len(parts))
     state.counters.revoked_parts += len(parts)
     state.dirty_steps.append(step)
     out.append(Revoke(step.session.number, step.number, tuple(parts), reason))
@@ -266,7 +270,7 @@ def fail_blocks(state: State, transfer: Transfer, spans: list[Span], reason: str
 
 def fence_loads(state: State, job: TransferJob, reason: str, out: list[Command], *, cancel: bool) -> None:
     """Every load part with anything outstanding fails; what is in flight is awaited."""
-    job.cancelled = True
+    job.enter(CANCELLED)
     outstanding: set[int] = set()
     for transfer in job.transfers.values():
         ranges = [span for cursor in transfer.cursors() for span in cursor.spans]
@@ -283,7 +287,7 @@ def fence_loads(state: State, job: TransferJob, reason: str, out: list[Command],
 
 def cancel_saves(state: State, job: TransferJob, reason: str, out: list[Command]) -> None:
     """Every save part that is not committed is cancelled, and whatever waits for compute is called back."""
-    job.cancelled = True
+    job.enter(CANCELLED)
     out.append(Cancel(job.step.session.number, job.step.number, Direction.SAVE, reason))
     cancel_save_parts(state, job.step, range(len(job.parts)), reason, out)
     state.stop_charging(job.transfers.values())
@@ -298,7 +302,7 @@ def cancel_uncomputed(state: State, job: TransferJob, reason: str, out: list[Com
         if not transfer.committed and transfer.shape.layers[-1] >= step.computed
     ]
     if len(lost) == len(job.transfers):
-        job.cancelled = True
+        job.enter(CANCELLED)
     if any(batch.layer >= step.computed for transfer in lost for batch in transfer.in_flight.values()):
         out.append(Cancel(step.session.number, step.number, Direction.SAVE, reason))
     cancel_save_parts(state, step, sorted(position for transfer in lost for position in transfer.members), reason, out)
@@ -430,8 +434,8 @@ def lose_session(state: State, session: Session, out: list[Command]) -> None:
                 lose_parts(state, transfer, unfinished, reason, out)
                 if transfer.follows:
                     state.cancelled_saves.append((transfer, unfinished, reason))
-        if step.loads is not None and not step.loads.done:
-            step.loads.done = True
+        if step.loads is not None and step.loads.state is not ENDED:
+            step.loads.enter(ENDED)
             state.finished_loads.append(step.loads)
             out.append(LoadsDone(session.number, step.number))
         forget(state, step, out)

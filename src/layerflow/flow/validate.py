@@ -8,12 +8,17 @@ import math
 from layerflow.errors import InvalidTransition
 from layerflow.flow.events import Direction
 from layerflow.flow.graph import (
+    ENDED,
+    OPEN,
     Accounting,
     Cursor,
     Fetch,
     Follow,
     Incoming,
     InFlightBatch,
+    JobState,
+    ObjectState,
+    PartState,
     Session,
     Step,
     Transfer,
@@ -129,7 +134,7 @@ def _incoming(incoming: Incoming) -> None:
         _require_transfer(holds, incoming, what)
     for dependency in incoming.dependencies:
         step = dependency.transfer.job.step
-        living = dependency in dependency.transfer.job.dependencies and not dependency.transfer.job.done
+        living = dependency in dependency.transfer.job.dependencies and dependency.transfer.job.state is not ENDED
         _require_transfer(living, incoming, f"is held by loads of step {step.number} that ended")
         waiting = set(dependency.waiting)
         _require_transfer(not incoming.lost & waiting, incoming, "is waited for where it is lost")
@@ -203,6 +208,21 @@ def validate(state: State) -> None:
         )
 
 
+def lives(state: State) -> dict[tuple[object, ...], JobState | PartState | ObjectState]:
+    """By name, where each direction of a step is, each of its parts, and each object on its way."""
+    found: dict[tuple[object, ...], JobState | PartState | ObjectState] = {}
+    for session in state.sessions.values():
+        for step in session.steps.values():
+            for job in (step.loads, step.saves):
+                if job is not None:
+                    name = (session.number, step.number, job.direction)
+                    found[name] = job.state
+                    found.update(((*name, position), job.part_state(position)) for position in range(len(job.parts)))
+    for number, incoming in state.incoming.items():
+        found.update(((number, index), incoming.object_state(index)) for index in range(incoming.size))
+    return found
+
+
 def _require(holds: bool, step: Step, what: str) -> None:
     if not holds:
         raise InvalidTransition(f"session {step.session.number} step {step.number}: {what}", step.told())
@@ -216,17 +236,18 @@ def _step(state: State, step: Step) -> None:
         if job is not None:
             _job(state, job)
     if loads is not None:
-        _require(loads.done == loads.idle, step, "loads are said to be done exactly when nothing is left of them")
+        over = loads.state is ENDED
+        _require(over == loads.idle, step, "loads are said to be done exactly when nothing is left of them")
     if saves is not None:
         _saves(saves)
         written = [transfer for transfer in saves.transfers.values() if transfer.committed]
-        decided = loads is None or loads.done
+        decided = loads is None or loads.state is ENDED
         _require(not written or decided, step, "committed before its loads were done")
         _require(not builds_on_loads(saves, written), step, "committed what an earlier step still loads for")
         ready = [s for s in saves.transfers.values() if not (s.committed or s.pending or s.in_flight)]
         if decided and any(part not in saves.dropped for transfer in ready for part in transfer.members):
             _require(saves.held and builds_on_loads(saves, ready), step, "holds a commit back for nothing")
-    over = (loads is None or loads.done) and (saves is None or not saves.open)
+    over = (loads is None or loads.state is ENDED) and (saves is None or not saves.open)
     _require(not (step.closed and over), step, "has nothing left and was not forgotten")
 
 
@@ -239,7 +260,9 @@ def _job(state: State, job: TransferJob) -> None:
         step,
         f"{job.direction.name}: {job.in_flight_count} batches in flight do not match the transfers",
     )
-    _require(not (job.cancelled and job.direction is Direction.LOAD and job.cursors), step, "grants fenced loads")
+    _require(
+        not (job.state is not OPEN and job.direction is Direction.LOAD and job.cursors), step, "grants fenced loads"
+    )
     _require(not (job.planned and job.cursors), step, "grants loads that its worker moves")
     gates = [batch.gate for batch in job.gated]
     _require(gates == sorted(gates), step, f"{job.direction.name}: gated batches are out of order")
@@ -253,7 +276,7 @@ def _transfer_holds(state: State, transfer: Transfer) -> None:
     step = job.step
     cursors = transfer.cursors()
     _require(transfer.pending == len(cursors), step, "miscounts its cursors")
-    if not job.cancelled:
+    if job.state is OPEN:
         _require(
             transfer.sealed == transfer.first_open_layer(),
             step,
@@ -283,7 +306,7 @@ def _arrivals(state: State, transfer: Transfer, cursors: list[Cursor]) -> None:
     job, layers = transfer.job, len(transfer.shape.layers)
     needs = {need.incoming for position in transfer.members for need in job.parts[position].needs}
     told = transfer.arrivals.keys()
-    unasked = {number for number in told - needs if number in state.incoming and not job.done}
+    unasked = {number for number in told - needs if number in state.incoming and job.state is not ENDED}
     served = {dependency.incoming.number for dependency in job.dependencies if dependency.transfer is transfer}
     _require(needs <= told and unasked <= served, job.step, f"knows fetches {transfer.arrivals} of {needs}")
     waiting = {cursor.incoming: cursor for cursor in cursors if cursor.incoming}
@@ -332,7 +355,7 @@ def _flight(transfer: Transfer, batch: InFlightBatch) -> None:
     charges = {Accounting.NONE, Accounting.GATED if batch.gate > transfer.job.gates_open_to else Accounting.BUDGET}
     _require(batch.accounting in charges, step, f"batch {batch.number} is charged as {batch.accounting.name}")
     _require(
-        not transfer.job.cancelled or batch.accounting is Accounting.NONE, step, f"{batch.number} is still charged"
+        transfer.job.state is OPEN or batch.accounting is Accounting.NONE, step, f"{batch.number} is still charged"
     )
     _require(all(barrier.pending > 0 for barrier in batch.watch or ()), step, "a quiet watcher is still told")
 
@@ -346,6 +369,7 @@ def _saves(job: TransferJob) -> None:
         for position in transfer.members
         if position not in job.dropped
     }
+    _require((job.state is ENDED) == (not job.open), step, "saves are over exactly when no part is open")
     _require(not committed & job.revoked, step, "committed and revoked the same part")
     _require(job.revoked <= job.dropped, step, "revoked a part that is not cancelled")
     _require(job.open == len(job.parts) - len(committed) - len(job.revoked), step, f"miscounts open saves {job.open}")

@@ -17,7 +17,7 @@ from layerflow.flow.graph import Transfer, WriteTransfer
 from layerflow.flow.state import State
 
 SHED = "shed"
-CANCELLED = "its save was cancelled"
+SAVE_CANCELLED = "its save was cancelled"
 
 
 def open_write(state: State, event: WriteOpened, out: list[Command]) -> None:
@@ -53,7 +53,7 @@ def open_write(state: State, event: WriteOpened, out: list[Command]) -> None:
     lane.add(write)
     if _fits(state, write):
         _begin(state, write, out)
-    lose_parts(state, save, save.job.dropped, CANCELLED, out)
+    lose_parts(state, save, save.job.dropped, SAVE_CANCELLED, out)
     follow_save(state, save, out)
 
 
@@ -81,7 +81,7 @@ def commit_write(state: State, save: Transfer, out: list[Command]) -> None:
     write = save.write
     if write is None:
         return
-    lose_parts(state, save, save.job.dropped, CANCELLED, out)
+    lose_parts(state, save, save.job.dropped, SAVE_CANCELLED, out)
     follow_save(state, save, out)
     _part(write)
     state.writes.join(write)

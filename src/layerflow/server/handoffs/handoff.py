@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from layerflow.keys import DIGEST_BYTES, covered_by, object_key
 from layerflow.kinds import Kind
+from layerflow.lives import Life
 from layerflow.objects import object_bytes
 from layerflow.pool.base import NewObject, Owner, Pool, ReserveStatus
 from layerflow.server.account import Charge
@@ -17,25 +18,42 @@ from layerflow.spec import ModelSpec, first_mismatch, model_facts
 
 
 class HandoffStatus(enum.Enum):
-    """Where a hand-off is."""
+    """Where a hand-off is, as the wire and the metrics call it. :data:`HANDOFF_LIFE` says what each means."""
 
     ANNOUNCED = "announced"
-    """A reader has asked for it, and no engine has opened it yet."""
     OPEN = "open"
-    """Its engine computes, and all of it is stored or has room."""
     COMPLETE = "complete"
-    """All of it is stored."""
     FAILED = "failed"
-    """Some of it never will be."""
     REVOKED = "revoked"
-    """The server took it back: nobody came for it in time, or others needed its room."""
     RELEASED = "released"
-    """Nobody needs it any more."""
 
     @property
     def readable(self) -> bool:
         """A reader may count on it."""
         return self in (HandoffStatus.OPEN, HandoffStatus.COMPLETE)
+
+
+_OVER = (HandoffStatus.FAILED, HandoffStatus.REVOKED, HandoffStatus.RELEASED)
+HANDOFF_LIFE = Life(
+    "a hand-off",
+    {
+        HandoffStatus.ANNOUNCED: (
+            "a reader has asked for it, and no engine has opened it yet, or is opening it",
+            (HandoffStatus.OPEN, *_OVER),
+        ),
+        HandoffStatus.OPEN: (
+            "its engine computes, and all of it is stored or has room",
+            (HandoffStatus.COMPLETE, *_OVER),
+        ),
+        HandoffStatus.COMPLETE: ("all of it is stored", (HandoffStatus.REVOKED, HandoffStatus.RELEASED)),
+        HandoffStatus.FAILED: ("some of it never will be stored", ()),
+        HandoffStatus.REVOKED: (
+            "the server took it back: nobody came for it in time, others needed its room, or the pool was purged",
+            (),
+        ),
+        HandoffStatus.RELEASED: ("nobody needs it any more", ()),
+    },
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +133,11 @@ class Handoff:
         self.objects.update(objects)
         self.partial += [new for new in objects.values() if new.parent]
         self.parts_kept.update(key[DIGEST_BYTES:] for key in objects)
+
+    def enter(self, status: HandoffStatus) -> None:
+        """:raises InvalidTransition: where its life does not allow it."""
+        HANDOFF_LIFE.check(self.status, status, repr(self.name))
+        self.status = status
 
     def story(self) -> str:
         """The state, and why, as a reader is told it."""

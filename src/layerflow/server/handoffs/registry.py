@@ -277,7 +277,8 @@ class Handoffs:
             return self._refused(name, handoff.story())  # it ended while it was being opened
         if why:
             return self._refused(name, why)
-        handoff.status, handoff.charge = HandoffStatus.OPEN, charge
+        handoff.enter(HandoffStatus.OPEN)
+        handoff.charge = charge
         self._live.set(handoff, due)
         self._counts["opened"] += 1
         log.debug("handoff_opened", handoff=name, engine=engine, tokens=prompt.tokens, to_store=len(handoff.pending))
@@ -491,7 +492,7 @@ class Handoffs:
 
     def _settle(self, handoff: Handoff, now: float) -> None:
         if handoff.ended and not (handoff.pending or handoff.parts) and handoff.status is HandoffStatus.OPEN:
-            handoff.status = HandoffStatus.COMPLETE
+            handoff.enter(HandoffStatus.COMPLETE)
             self._live.set(handoff, now + handoff.lease_s)
             self._may_be_revoked(handoff)
             self._later(self._uncount(handoff.objects))
@@ -500,7 +501,9 @@ class Handoffs:
             self._tell(handoff)
 
     def _close(self, handoff: Handoff, status: HandoffStatus, reason: str) -> None:
-        before, handoff.status, handoff.reason = handoff.status, status, reason
+        before = handoff.status
+        handoff.enter(status)
+        handoff.reason = reason
         self._counts[status.value] += 1
         self._live.discard(handoff)
         was_open = before is not HandoffStatus.COMPLETE

@@ -7,13 +7,13 @@ over; its pins go once the exporter has said that nothing of it is read any more
 from __future__ import annotations
 
 import dataclasses
+import enum
 import itertools
 import math
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, NamedTuple
 
 import structlog
@@ -21,10 +21,11 @@ import structlog
 from layerflow._version import __version__
 from layerflow.config.fields import is_loopback
 from layerflow.config.settings import Settings
-from layerflow.errors import InvalidTransition, LayerflowError, ProtocolError
+from layerflow.errors import LayerflowError, ProtocolError
 from layerflow.expiring import ExpiryHeap
 from layerflow.keys import DIGEST_BYTES, covered_by
 from layerflow.links import links
+from layerflow.lives import Life
 from layerflow.objects import HEADER_BYTES, object_bytes, payload_bytes
 from layerflow.observe.logs import LogLimit
 from layerflow.pool.base import Located, Pool
@@ -44,25 +45,30 @@ from layerflow.wire.peer_link import LINK_KEY_BYTES, reader_key_of
 from layerflow.wire.rights import Rights
 
 
-class LeaseState(StrEnum):
-    """Where a lease is."""
+class LeaseState(enum.Enum):
+    """Where a lease is; :data:`LEASE_LIFE` says what each means."""
 
     ASKED = "asked"
-    """Its objects are being pinned; neither its reader nor the exporter has been told of it."""
     LENT = "lent"
-    """Its reader may begin to read."""
     WITHDRAWN = "withdrawn"
-    """No read of it may begin; the exporter may not have ended those under way."""
     OVER = "over"
-    """Nothing of it is pinned."""
 
 
-LEASE_TRANSITIONS = {
-    LeaseState.ASKED: (LeaseState.LENT, LeaseState.OVER),
-    LeaseState.LENT: (LeaseState.WITHDRAWN,),
-    LeaseState.WITHDRAWN: (LeaseState.OVER,),
-    LeaseState.OVER: (),
-}
+LEASE_LIFE = Life(
+    "a lease of a peer",
+    {
+        LeaseState.ASKED: (
+            "its objects are being pinned; neither the reader nor the exporter has been told of it",
+            (LeaseState.LENT, LeaseState.OVER),
+        ),
+        LeaseState.LENT: ("its reader may begin to read", (LeaseState.WITHDRAWN,)),
+        LeaseState.WITHDRAWN: (
+            "given back, expired, or its reader is gone: no read of it begins, those under way may not have ended",
+            (LeaseState.OVER,),
+        ),
+        LeaseState.OVER: ("it pins nothing", ()),
+    },
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -89,10 +95,9 @@ class Lease:
         """Who has the pins of what was asked for, until it is known which of it is lent."""
         return ("peer_asked", self.number)
 
-    def become(self, state: LeaseState) -> None:
-        """:raises InvalidTransition: not from here."""
-        if state not in LEASE_TRANSITIONS[self.state]:
-            raise InvalidTransition(f"lease {self.number} of {self.reader.name}: {self.state} cannot become {state}")
+    def enter(self, state: LeaseState) -> None:
+        """:raises InvalidTransition: where its life does not allow it."""
+        LEASE_LIFE.check(self.state, state, f"{self.number} of {self.reader.name!r}")
         self.state = state
 
 
@@ -707,7 +712,7 @@ class Lending:
         told = lent(number, token, lease_key, items)
         answer = found_of(message, number, token, items, reason or why, failed, lease_key)
         if lent_objects:
-            lease.become(LeaseState.LENT)
+            lease.enter(LeaseState.LENT)
             self._leases[lease.number] = lease
             lease.reader.leases.add(lease.number)
             self._renew(lease)
@@ -747,7 +752,7 @@ class Lending:
         """No read of it may begin any more; its pins go when none is under way."""
         if lease.state is not LeaseState.LENT:
             return
-        lease.become(LeaseState.WITHDRAWN)
+        lease.enter(LeaseState.WITHDRAWN)
         self._ends.discard(lease)
         lease.reader.leases.discard(lease.number)
         if not self.exporting.send(Withdraw(lease.number)) and not self.exporting.alive:
@@ -762,7 +767,7 @@ class Lending:
 
     def _free(self, lease: Lease) -> None:
         """Give back what a lease keeps here, which nobody reads."""
-        lease.become(LeaseState.OVER)
+        lease.enter(LeaseState.OVER)
         self._lent_bytes -= lease.nbytes
         self._open.drop(lease)
         self._pool.release(lease.owner)
