@@ -13,6 +13,7 @@
     ├── PoolError              the pool refused: full, too large, not the writer
     ├── SessionError           the call needs an attached session and there is none
     │   └── ServerLost         the server went away; the agent re-attaches by itself
+    │       └── SessionUnknown the server is there and does not know this client: it was restarted, or had forgotten it
     ├── DeadlineExceeded       an answer did not come in time (also a TimeoutError)
     ├── ProxyError             the proxy cannot answer a request; carries the HTTP status
     │   └── UpstreamError      because an engine behind it failed, fell silent or refused
@@ -76,6 +77,10 @@ class SessionError(LayerflowError):
 
 class ServerLost(SessionError):
     """The server went away. Waits fail at once; the agent re-attaches by itself."""
+
+
+class SessionUnknown(ServerLost):
+    """The server does not know this client (any more): it was started anew. Greet and say hello again."""
 
 
 class DeadlineExceeded(LayerflowError, TimeoutError):

@@ -44,12 +44,18 @@ class Hosts:
         self.p_control = Control(first.endpoint, "tp2pp1", self.p[0].spec, lookup_timeout_s=5.0)
         self.d_lookups = Lookups(third.endpoint, f"tp{d}pp1", self.d[0].spec, timeout_s=5.0)
         assert self.d_lookups.wait_connected(5)
+        assert eventually(self.started), [control.status(10.0)["peers"] for control in self.controls]
         assert eventually(self.attached), [control.status(10.0)["peers"] for control in self.controls]
 
     @property
     def addresses(self) -> list[str]:
         """Of P's servers."""
         return [server.endpoint for server in self.servers[:2]]
+
+    def started(self) -> bool:
+        """Every server can be read from, and can read: it waits for its own processes no longer than a moment."""
+        peers = [control.status(10.0)["peers"] for control in self.controls]
+        return all(each["reads"]["importer"]["state"] == "up" and each["lends"]["endpoints"] for each in peers)
 
     def attached(self) -> bool:
         """P's first server attaches to the second one when it hears of it, at the first hand-off."""

@@ -17,7 +17,6 @@ from layerflow.errors import ConfigError, RemoteError
 from layerflow.keys import Chain, root_digest
 from layerflow.server import EmbeddedServer
 from layerflow.server.transport.security import read_allowed
-from layerflow.wire import codec
 from layerflow.wire import messages as wire
 from layerflow.wire.rights import HERE, NEEDED, Role, parse_rights
 from server.support import worker_on
@@ -199,9 +198,7 @@ PEER_HELLO = wire.PeerHello("test", b"r" * 16, 1)
 @pytest.mark.parametrize(("who", "may"), [("looks", False), ("acts", False), ("reads", True), ("peers", True)])
 def test_who_may_read_the_arena(doors: Doors, who: str, may: bool) -> None:
     client = doors.dialled(who)
-    client.send_raw(codec.greeting())
-    client.receive(soon())
-    client.send(PEER_HELLO)
+    client.greet(PEER_HELLO, soon())
     if may:
         assert client.expect(wire.PeerWelcome, soon())
     else:
@@ -215,9 +212,7 @@ def test_who_may_release_what_is_kept_for_hand_offs(doors: Doors, who: str, may:
     owner.send(opening(5, "theirs"))
     owner.expect(wire.HandoffState, soon(), 5)
     client = doors.dialled(who)
-    client.send_raw(codec.greeting())
-    client.receive(soon())
-    client.send(PEER_HELLO)
+    client.greet(PEER_HELLO, soon())
     client.expect(wire.PeerWelcome, soon())
     client.send(wire.PeerReleaseHandoff("theirs"))
     if may:

@@ -27,12 +27,11 @@ from layerflow.agent.client import (
 from layerflow.agent.handshake import ClientKeys
 from layerflow.agent.hit_plan import PlansInHand
 from layerflow.agent.values import MISS, Follow, Handoff, Hit
-from layerflow.errors import LayerflowError, RemoteError, ServerLost, SessionError
+from layerflow.errors import LayerflowError, RemoteError, ServerLost, SessionError, SessionUnknown
 from layerflow.keys import Chain
 from layerflow.spec import ModelSpec
 from layerflow.system.numbers import ascending
 from layerflow.wire.messages import (
-    STRANGER,
     DropLease,
     EndHandoff,
     Found,
@@ -331,11 +330,11 @@ class Control:
         """Ask once; once more over a new connection if a restarted server does not know this client."""
         try:
             return self._ask_once(message, kind, deadline)
-        except RemoteError as error:
-            if error.code != STRANGER:
-                raise
+        except SessionUnknown:
             self._drop()
             return self._ask_once(message, kind, deadline)
+        except RemoteError:
+            raise
         except LayerflowError:
             self._drop()
             raise

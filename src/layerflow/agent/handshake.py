@@ -1,4 +1,4 @@
-"""The client's half of the two-phase hello, shared by the agent's link and the control client."""
+"""A client's socket: dialling, greeting and attaching, and shared memory from the fd server. Every call here waits."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import zmq
 
 from layerflow.errors import ConfigError, DeadlineExceeded, ProtocolError, RemoteError, ServerLost
 from layerflow.wire import codec
+from layerflow.wire.client_protocol import MAX_REPLY_BYTES, ClientProtocol
 from layerflow.wire.messages import (
     WANT_ARENA,
     WANT_PRESENCE,
@@ -23,6 +24,7 @@ from layerflow.wire.messages import (
     Attached,
     Hello,
     Message,
+    PeerHello,
     Problem,
     ToClient,
     Welcome,
@@ -64,7 +66,7 @@ def dial(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: ClientKey
     dealer.setsockopt(zmq.LINGER, 0)
     dealer.setsockopt(zmq.RECONNECT_IVL, 20)
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-    dealer.setsockopt(zmq.MAXMSGSIZE, 64 << 20)
+    dealer.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_BYTES)
     try:
         if keys is not None:
             dealer.curve_serverkey = keys.server
@@ -80,11 +82,13 @@ def dial(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: ClientKey
 class Handshake:
     """Request and reply over a DEALER that one thread owns.
 
+    :ivar protocol: of the connection; there is one from :meth:`greet` on.
     :ivar connection: to the fd server, where there is one: its hang-up tells at once that the server has died.
     """
 
     def __init__(self, dealer: zmq.Socket[bytes], on_other: Callable[[ToClient], None] | None = None) -> None:
         self.dealer = dealer
+        self.protocol: ClientProtocol
         self.connection: socket.socket | None = None
         self._on_other = on_other
 
@@ -131,6 +135,14 @@ class Handshake:
             raise ServerLost("the server has hung up")
         return bool(ready)
 
+    def next(self, deadline: float) -> ToClient:
+        """The next message, once the hello was said.
+
+        :raises LayerflowError: none came, or the connection is of no more use; see :meth:`receive`.
+        """
+        frame = self.receive(deadline)
+        return self.protocol.receive(frame, time.monotonic())
+
     def expect(self, kind: type[Message], deadline: float, number: int | None = None) -> ToClient:
         """The next message of this kind (and id); others are passed on.
 
@@ -138,7 +150,7 @@ class Handshake:
         :raises DeadlineExceeded: see :meth:`receive`.
         """
         while True:
-            message = codec.decode_reply(self.receive(deadline), 64 << 20)
+            message = self.next(deadline)
             if isinstance(message, Problem) and (number is None or message.id in (number, -1)):
                 raise RemoteError(message.code, message.message)
             if isinstance(message, kind) and (number is None or getattr(message, "id", number) == number):
@@ -146,15 +158,22 @@ class Handshake:
             if self._on_other is not None:
                 self._on_other(message)
 
+    def greet(self, hello: Hello | PeerHello, deadline: float) -> None:
+        """Greet, and say hello; the next message is the welcome, or a refusal.
+
+        :raises VersionMismatch: the server speaks another protocol.
+        """
+        self.protocol = ClientProtocol(hello)
+        self.send_raw(self.protocol.greeting)
+        self.send_raw(self.protocol.greeted(self.receive(deadline)))
+
     def introduce(self, engine: str, client: str, deadline: float, name: str = "") -> Welcome:
-        """Greeting and hello.
+        """Greeting, hello and welcome.
 
         :param name: what the engine is called; "" = `engine`.
         :raises VersionMismatch: the server speaks another protocol.
         """
-        self.send_raw(codec.greeting())
-        codec.check_greeting(self.receive(deadline))
-        self.send(Hello(engine, client, os.getpid(), name))
+        self.greet(Hello(engine, client, os.getpid(), name), deadline)
         return cast(Welcome, self.expect(Welcome, deadline))
 
     def attach(self, attach: Attach, deadline: float) -> Attached:

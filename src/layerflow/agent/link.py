@@ -31,9 +31,9 @@ from layerflow.system.memfd import SharedMemory
 from layerflow.system.threads import OwnedThread
 from layerflow.system.unix_sockets import has_died, is_here, peer_pidfd
 from layerflow.wire import codec
+from layerflow.wire.client_protocol import ClientProtocol
 from layerflow.wire.messages import (
     QUIET,
-    STRANGER,
     Attach,
     Beat,
     Closed,
@@ -42,7 +42,6 @@ from layerflow.wire.messages import (
     Figures,
     Message,
     Moved,
-    Problem,
     Progress,
     Report,
     Terms,
@@ -191,8 +190,8 @@ class Link:
         # The thread that holds this lock may use the socket and call the listener.
         self._turn = threading.Lock()
         self._dealer: zmq.Socket[bytes] | None = None
+        self._protocol: ClientProtocol  # of the dealer
         self._broken: Exception | None = None
-        self._heard_at = 0.0
         self.ready = threading.Event()
         self._thread = OwnedThread("layerflow-link", self._run, restart_s=RETRY_S[0])
 
@@ -330,9 +329,9 @@ class Link:
             attachment = Attachment(welcome.session, arena, attached_as.terms, welcome, direct, attached_as.incarnation)
             self._listener.connection_made(attachment)
             self._tries = 0
-            self._dealer = dealer
+            self._protocol, self._dealer = conversation.protocol, dealer
             self.ready.set()
-            self._converse(dealer, connection.fileno(), welcome)
+            self._converse(dealer, connection.fileno())
         finally:
             with self._turn:
                 self._dealer = None
@@ -353,24 +352,24 @@ class Link:
                     connection.close()
                 dealer.close()
 
-    def _converse(self, dealer: zmq.Socket[bytes], connection: int, welcome: Welcome) -> None:
+    def _converse(self, dealer: zmq.Socket[bytes], connection: int) -> None:
         news = int(dealer.getsockopt(zmq.FD))
         poller = select.poll()
         for descriptor in (news, connection, self._wakeup_fd):
             poller.register(descriptor, select.POLLIN)
-        beat_s, next_beat = welcome.heartbeat_ms / 1e3, time.monotonic()
-        self._heard_at = next_beat
-        sampled = False
+        protocol, sampled = self._protocol, False
+        protocol.heard(time.monotonic())
         while True:
             with self._turn:
                 now = time.monotonic()
                 if self._broken is not None:
                     raise self._broken
                 if _pending(dealer):  # after a pause of this process: answers have queued up
-                    self._heard_at = now
-                self._listener.tick(now, silent=now - self._heard_at > welcome.liveness_ms / 1e3)
-                if now >= next_beat:
-                    next_beat, sampled = now + beat_s, False
+                    protocol.heard(now)
+                self._listener.tick(now, silent=protocol.silent_s(now) > 0)
+                if now >= protocol.next_beat:
+                    protocol.beat_sent(now)
+                    sampled = False
                     self._outbox.append(codec.encode(Beat(now, self._listener.pinned_bytes)))
                 # Ends of batches wait for whom they concern to ring, or there would be a report a sample.
                 if not sampled or self._listener.has_moved() or self.news.figures:
@@ -378,7 +377,7 @@ class Link:
                 if self._closing:
                     return
                 # What came while something was sent, the descriptor does not tell any more.
-                patience = 0 if _pending(dealer) else max(1, round((next_beat - now) * 1e3))
+                patience = 0 if _pending(dealer) else max(1, round((protocol.next_beat - now) * 1e3))
                 sampling = patience > 0 and self._listener.sampling()
                 if sampling:
                     patience = FRONTIER_SAMPLE_MS
@@ -400,11 +399,7 @@ class Link:
                 frame = dealer.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._heard_at = time.monotonic()
-            message = codec.decode_reply(frame, 64 << 20)
-            if isinstance(message, Problem) and message.code == STRANGER:
-                raise ServerLost(f"the server does not know this session: {message.message}")
-            self._listener.heard(message)
+            self._listener.heard(self._protocol.receive(frame, time.monotonic()))
 
     def _flush(self, dealer: zmq.Socket[bytes]) -> None:
         while (report := self.news.take(self._listener.progress)) is not None:

@@ -39,9 +39,7 @@ from layerflow.keys import Chain
 from layerflow.spec import ModelSpec
 from layerflow.system.numbers import ascending
 from layerflow.system.threads import OwnedThread
-from layerflow.wire import codec
 from layerflow.wire.messages import (
-    STRANGER,
     DropLease,
     EndHandoff,
     Found,
@@ -49,6 +47,7 @@ from layerflow.wire.messages import (
     OpenHandoff,
     Problem,
     ReleaseHandoff,
+    ToClient,
     WatchHandoff,
 )
 
@@ -57,7 +56,6 @@ RETRY_S = 0.1
 PROMPT_S = 0.05
 """A server that owes an answer for so long may have stopped: what its table shows is taken for no further answer."""
 
-MAX_REPLY_BYTES = 64 << 20
 
 log = structlog.get_logger("layerflow.agent.lookups")
 
@@ -299,7 +297,7 @@ class Lookups:
         if self._connection is None:
             return False
         try:
-            self._heard(self._connection.conversation.receive(until))
+            self._heard(self._connection.conversation.next(until))
         except DeadlineExceeded:
             return False
         except LayerflowError as error:
@@ -311,8 +309,7 @@ class Lookups:
         oldest = next((each for each in self._open.values() if not each.waits), None)
         return oldest is not None and now - oldest.asked_at > PROMPT_S
 
-    def _heard(self, frame: bytes) -> None:
-        message = codec.decode_reply(frame, MAX_REPLY_BYTES)
+    def _heard(self, message: ToClient) -> None:
         if isinstance(message, (Found, HandoffState)):
             self._releases.heard(message.id)
         if isinstance(message, Found):
@@ -336,8 +333,6 @@ class Lookups:
             if inquiry is not None:
                 log.warning("lookup_refused", request=inquiry.request, code=message.code, error=message.message)
                 inquiry.hit = MISS
-            if message.code == STRANGER:
-                self._lost("the server does not know this client")
 
     def _settle_plan(self, inquiry: Inquiry, found: Found) -> None:
         """A plan that nobody will use is given up at once."""

@@ -11,9 +11,9 @@ from typing import Any, cast
 import zmq
 
 from layerflow.agent.handshake import Handshake, dial
-from layerflow.errors import LayerflowError, RemoteError, ServerLost
+from layerflow.errors import LayerflowError, ServerLost, SessionUnknown
 from layerflow.system.numbers import ascending
-from layerflow.wire.messages import STRANGER, Bye, Status, StatusRequest
+from layerflow.wire.messages import Bye, Status, StatusRequest
 
 DEFAULT_TIMEOUT_S = 2.0
 BYE_LINGER_MS = 100
@@ -47,14 +47,12 @@ class Observer:
         deadline = time.monotonic() + timeout_s
         try:
             return self._ask(deadline)
-        except RemoteError as error:
+        except SessionUnknown:  # a server that was started anew
             self.close()
-            if error.code != STRANGER:
-                raise
         except LayerflowError:
             self.close()
             raise
-        return self._ask(deadline)  # a server that was started anew does not know this client
+        return self._ask(deadline)
 
     def close(self) -> None:
         """Hang up."""

@@ -15,10 +15,11 @@ import msgspec
 import structlog
 import zmq
 
-from layerflow.errors import LayerflowError, ProtocolError, VersionMismatch
+from layerflow.errors import LayerflowError, ProtocolError, RemoteError, SessionUnknown, VersionMismatch
 from layerflow.system.descriptors import FOR_CLIENTS, has_room
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
+from layerflow.wire.client_protocol import ClientProtocol, ClientState
 from layerflow.wire.messages import Message
 
 # A server's connection to the control socket of another one: a ZMQ DEALER read from asyncio's own loop.
@@ -121,11 +122,6 @@ MISMATCH_DELAY_S = 30.0
 ANSWER_S = 5.0
 """A server that does not welcome this one for so long is tried again."""
 
-MIN_BEAT_S, MAX_BEAT_S = 0.01, 60.0
-MIN_LIVENESS_S, MAX_LIVENESS_S = 0.1, 3600.0
-"""What a peer may say of its heartbeat and of its patience: about what ``server.heartbeat_ms`` and ``liveness_ms`` may
-be."""
-
 log = structlog.get_logger("layerflow.server.peers")
 
 
@@ -139,6 +135,14 @@ class AttachmentState(enum.Enum):
     CONNECTING = "connecting"
     UP = "up"
     DOWN = "down"
+
+
+_STATES = {
+    ClientState.GREETING: AttachmentState.CONNECTING,
+    ClientState.HELLO: AttachmentState.CONNECTING,
+    ClientState.WELCOMED: AttachmentState.UP,
+    ClientState.CLOSED: AttachmentState.DOWN,
+}
 
 
 class PeerListener(Protocol):
@@ -177,6 +181,8 @@ class Attachment:
     """Connects, greets, keeps the connection alive, and connects again. On one loop.
 
     :param incarnation: of this server.
+
+    :ivar welcome: what the peer last said of itself; None = it is not up.
     """
 
     def __init__(
@@ -189,16 +195,15 @@ class Attachment:
         listener: PeerListener,
     ) -> None:
         self.target = target
-        self.state = AttachmentState.CONNECTING
         self.reason = "starting"
         self.welcome: wire.PeerWelcome | None = None
         self.attempts = 0
-        self._context, self._incarnation, self._name, self._max_bytes = context, incarnation, name, max_bytes
+        self._context, self._max_bytes = context, max_bytes
+        self._hello = wire.PeerHello(name, incarnation, os.getpid())
+        self._protocol = ClientProtocol(self._hello, max_bytes=max_bytes)
         self._listener = listener
         self._dealer: Dealer | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._heard = 0.0
-        self._greeted = False
         self._delay = 0.0
         self.used_at = self.away_since = time.monotonic()
         self.renew: Callable[[], list[int]] = list  #: leases that are needed for longer
@@ -209,19 +214,23 @@ class Attachment:
 
     def close(self) -> None:
         """Leave."""
-        if self._dealer is not None and self.state is AttachmentState.UP:
+        if self._dealer is not None and self.up:
             self.send(wire.Bye())
         self._hang_up()
-        self.state = AttachmentState.DOWN
 
     def send(self, message: Message) -> bool:
         """False: it does not read."""
         return self._dealer is not None and self._dealer.send(codec.encode(message))
 
     @property
+    def state(self) -> AttachmentState:
+        """Of the connection."""
+        return _STATES[self._protocol.state]
+
+    @property
     def up(self) -> bool:
         """It can be asked."""
-        return self.state is AttachmentState.UP
+        return self._protocol.state is ClientState.WELCOMED
 
     @property
     def other_link(self) -> bool:
@@ -254,7 +263,7 @@ class Attachment:
 
     def _connect(self) -> None:
         self.attempts += 1
-        self.state, self._greeted, self._heard = AttachmentState.CONNECTING, False, time.monotonic()
+        self._protocol = ClientProtocol(self._hello, max_bytes=self._max_bytes)
         try:
             self._dealer = Dealer(
                 self._context, self.target.address, self.target.keys, self._max_bytes, self._received, self._hung_up
@@ -262,7 +271,7 @@ class Attachment:
         except (zmq.ZMQError, OSError) as error:
             self._fail(f"cannot connect to {self.target.address}: {error}")
             return
-        self._dealer.send(codec.greeting())
+        self._dealer.send(self._protocol.greeting)
         self._later(ANSWER_S, self._unanswered)
 
     def _hang_up(self) -> None:
@@ -272,6 +281,7 @@ class Attachment:
         if self._dealer is not None:
             self._dealer.close()
             self._dealer = None
+        self._protocol.close()
 
     def _unanswered(self) -> None:
         self._fail(f"no answer from {self.target.address} for {ANSWER_S:g} s: is it running, and is this server's key "
@@ -279,16 +289,16 @@ class Attachment:
 
     def _hung_up(self) -> None:
         """ZMQ has lost the connection; a server that comes back there may be another."""
-        if self._greeted:
+        if self._protocol.state is not ClientState.GREETING:
             self._fail("it has hung up")
 
     def _fail(self, why: str, delay: float | None = None) -> None:
         """Lost, or never had: try again later."""
-        was_up = self.state is AttachmentState.UP
+        was_up = self.welcome is not None
         if was_up or why != self.reason:
             log.warning("peer_down", peer=self.target.name, address=self.target.address, reason=why)
         self._hang_up()
-        self.state, self.reason, self.welcome = AttachmentState.DOWN, why, None
+        self.reason, self.welcome = why, None
         self._delay = FIRST_DELAY_S if was_up else min(max(2 * self._delay, FIRST_DELAY_S), LAST_DELAY_S)
         self._later(self._delay if delay is None else delay, self._connect)
         if was_up:
@@ -302,34 +312,32 @@ class Attachment:
         self._timer = asyncio.get_running_loop().call_later(delay, call)
 
     def _beat(self) -> None:
-        assert self.welcome is not None
         now = time.monotonic()
-        silent_s = now - self._heard
-        if silent_s > clamp_s(self.welcome.liveness_ms, MIN_LIVENESS_S, MAX_LIVENESS_S):
+        if silent_s := self._protocol.silent_s(now):
             self._fail(f"silent for {silent_s:.1f} s")
             return
         self.send(wire.PeerBeat(now, self.renew()))
-        self._later(clamp_s(self.welcome.heartbeat_ms, MIN_BEAT_S, MAX_BEAT_S), self._beat)
+        self._beat_later(now)
+
+    def _beat_later(self, now: float) -> None:
+        self._protocol.beat_sent(now)
+        self._later(self._protocol.heartbeat_s, self._beat)
 
     # What it says --------------------------------------------------------------------------------
 
     def _received(self, frame: bytes) -> None:
+        assert self._dealer is not None
         try:
-            if not self._greeted:
-                codec.check_greeting(frame)
-                self._greeted = True
-                self.send(wire.PeerHello(self._name, self._incarnation, os.getpid()))
-                return
-            message = codec.decode_reply(frame, self._max_bytes)
+            if self._protocol.state is ClientState.GREETING:
+                self._dealer.send(self._protocol.greeted(frame))
+            else:
+                self._handle(self._protocol.receive(frame, time.monotonic()))
         except VersionMismatch as error:
             self._fail(str(error), MISMATCH_DELAY_S)
-            return
-        except ProtocolError as error:
-            self._fail(f"it says what no server says: {error}", LAST_DELAY_S)
-            return
-        self._heard = time.monotonic()
-        try:
-            self._handle(message)
+        except SessionUnknown as error:
+            self._fail(str(error))
+        except RemoteError as error:
+            self._fail(f"it refuses: {error.message}", LAST_DELAY_S)
         except LayerflowError as error:
             self._fail(f"it says what cannot be: {error}", LAST_DELAY_S)
 
@@ -352,8 +360,7 @@ class Attachment:
             case wire.Problem() if message.id >= 0:
                 self._listener.peer_refused(self, message.id, message.message)
             case wire.Problem():
-                # It knows nothing of this connection (any more), or refuses what this server says of itself.
-                self._fail(f"it refuses: {message.message}", None if message.code == wire.STRANGER else LAST_DELAY_S)
+                raise RemoteError(message.code, message.message)
             case _:
                 raise ProtocolError(f"{type(message).__name__} to a server that reads")
 
@@ -362,17 +369,12 @@ class Attachment:
             self._fail("another server answers at its address")
             return
         exporters = [one.incarnation for one in self.welcome.endpoints] if self.welcome is not None else []
-        self.welcome, fresh = message, not self.up
+        fresh, self.welcome = self.welcome is None, message
         if fresh:
-            self.state, self.reason, self._delay = AttachmentState.UP, "", 0.0
+            self.reason, self._delay = "", 0.0
             log.info("peer_up", peer=self.target.name, address=self.target.address, version=message.version)
-            self._later(clamp_s(message.heartbeat_ms, MIN_BEAT_S, MAX_BEAT_S), self._beat)
+            self._beat_later(time.monotonic())  # the hello was the first sign of life
         elif exporters != [one.incarnation for one in message.endpoints]:
             self._listener.peer_lost(self, "its exporter is gone")
         self._listener.peer_up(self)
         self._listener.peer_changed(self)
-
-
-def clamp_s(ms: int, least: float, most: float) -> float:
-    """A length of time that a peer has told, in seconds, within bounds."""
-    return min(max(ms / 1e3, least), most)

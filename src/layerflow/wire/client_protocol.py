@@ -1,0 +1,132 @@
+"""A client's end of one connection to a server, without I/O: greeting, hello, heartbeats, silence, and refusals.
+
+Control clients, the worker's link and servers that read from other servers each have a socket and a way to wait of
+their own. What they have to send and may receive, and in which order, is decided here. A connection goes like this:
+
+1. its owner sends :data:`~ClientProtocol.greeting`,
+2. passes the server's first frame to :meth:`ClientProtocol.greeted`, and sends the hello that this returns,
+3. passes every later frame to :meth:`ClientProtocol.receive`: the first is the welcome, or a refusal,
+4. where it sends heartbeats, sends one at :attr:`ClientProtocol.next_beat`, and asks :meth:`ClientProtocol.silent_s`.
+
+Every error ends the connection: a client that is refused, or that the server does not know (any more), begins anew.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+
+from layerflow.errors import InvalidTransition, LayerflowError, ProtocolError, RemoteError, SessionUnknown
+from layerflow.wire import codec
+from layerflow.wire.messages import STRANGER, Hello, PeerHello, PeerWelcome, Problem, ToClient, Welcome
+
+MAX_REPLY_BYTES = 64 << 20
+
+MIN_HEARTBEAT_S, MAX_HEARTBEAT_S = 0.01, 60.0
+MIN_LIVENESS_S, MAX_LIVENESS_S = 0.02, 86_400.0
+"""A server may tell of its heartbeat and of its patience what its settings may be; what it tells beyond is cut off."""
+
+
+class ClientState(enum.Enum):
+    """Where a connection is."""
+
+    GREETING = "greeting"  #: this end has greeted; the server's greeting is awaited
+    HELLO = "hello"  #: hello was said; the welcome is awaited
+    WELCOMED = "welcomed"  #: the server knows this client
+    CLOSED = "closed"  #: nothing is sent or received any more
+
+
+TRANSITIONS = {
+    ClientState.GREETING: {ClientState.HELLO, ClientState.CLOSED},
+    ClientState.HELLO: {ClientState.WELCOMED, ClientState.CLOSED},
+    ClientState.WELCOMED: {ClientState.CLOSED},
+    ClientState.CLOSED: {ClientState.CLOSED},
+}
+
+
+class ClientProtocol:
+    """One connection's. All times are monotonic seconds.
+
+    :param hello: whom this client introduces itself as.
+    :param max_bytes: of one message that is received.
+
+    :ivar heartbeat_s: how often the server wants to hear from this client; known once welcomed.
+    :ivar next_beat: when the next heartbeat is due; never before the welcome.
+    """
+
+    def __init__(self, hello: Hello | PeerHello, *, max_bytes: int = MAX_REPLY_BYTES) -> None:
+        self.state = ClientState.GREETING
+        self.greeting = codec.greeting()
+        self.heartbeat_s = self.next_beat = self._liveness_s = math.inf
+        self._hello = hello
+        self._max_bytes = max_bytes
+        self._heard_at = -math.inf
+
+    def greeted(self, frame: bytes) -> bytes:
+        """Take the server's first frame. Return the hello that answers it.
+
+        :raises ProtocolError: the frame is no greeting.
+        :raises VersionMismatch: the server speaks another protocol.
+        """
+        self._enter(ClientState.HELLO)
+        try:
+            codec.check_greeting(frame)
+        except ProtocolError:
+            self.close()
+            raise
+        return codec.encode_request(self._hello)
+
+    def receive(self, frame: bytes, now: float) -> ToClient:
+        """Take a frame after the server's greeting. Return its message.
+
+        :raises SessionUnknown: the server does not know this client (any more).
+        :raises RemoteError: the hello was refused.
+        :raises ProtocolError: it is no message that a server may send now.
+        """
+        try:
+            message = codec.decode_reply(frame, self._max_bytes)
+            if isinstance(message, Problem) and message.code == STRANGER:
+                raise SessionUnknown(f"the server does not know this session: {message.message}")
+            if self.state is not ClientState.WELCOMED:
+                self._take_welcome(message, now)
+        except LayerflowError:
+            self.close()
+            raise
+        self._heard_at = now
+        return message
+
+    def heard(self, now: float) -> None:
+        """The server has sent something, which is not read yet."""
+        self._heard_at = now
+
+    def silent_s(self, now: float) -> float:
+        """Return for how long the server has been silent, where that is longer than it may be; else 0."""
+        silent_s = now - self._heard_at
+        return silent_s if silent_s > self._liveness_s else 0.0
+
+    def beat_sent(self, now: float) -> None:
+        """A heartbeat is sent; the next one is due a heartbeat later."""
+        self.next_beat = now + self.heartbeat_s
+
+    def close(self) -> None:
+        """The connection has ended."""
+        self._enter(ClientState.CLOSED)
+        self.next_beat = math.inf
+
+    def _take_welcome(self, message: ToClient, now: float) -> None:
+        if self.state is not ClientState.HELLO:
+            raise InvalidTransition(f"a connection that is {self.state.value} received {type(message).__name__}")
+        if isinstance(message, Problem):
+            raise RemoteError(message.code, message.message)
+        expected = PeerWelcome if isinstance(self._hello, PeerHello) else Welcome
+        if not isinstance(message, expected):
+            raise ProtocolError(f"{type(message).__name__} before {expected.__name__}")
+        self._enter(ClientState.WELCOMED)
+        self.heartbeat_s = min(max(message.heartbeat_ms / 1e3, MIN_HEARTBEAT_S), MAX_HEARTBEAT_S)
+        self._liveness_s = min(max(message.liveness_ms / 1e3, MIN_LIVENESS_S), MAX_LIVENESS_S)
+        self.next_beat = now
+
+    def _enter(self, state: ClientState) -> None:
+        if state not in TRANSITIONS[self.state]:
+            raise InvalidTransition(f"a connection that is {self.state.value} cannot become {state.value}")
+        self.state = state
