@@ -9,10 +9,9 @@ from typing import NamedTuple
 from layerflow.errors import LayerflowError, ProtocolError
 from layerflow.keys import DIGEST_BYTES
 from layerflow.server.account import Account, Refused
-from layerflow.server.clients import ClientSession, Work
+from layerflow.server.clients import ClientSession, Reader, Work
 from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handoffs.handoff import Handoff, HandoffStatus, Prompt, distinct
-from layerflow.server.peers.readers import Reader
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
 
