@@ -136,7 +136,7 @@ def test_one_request_that_lost_its_objects_hurts_nobody_else(worker: KnownWorker
     lost = worker.admit(gone, planned=False)
     from layerflow.agent import Control
 
-    control = Control(worker.agent._control._endpoint, "purger", context=worker.agent._control._context)
+    control = Control(worker.agent._control._client.endpoint, "purger", context=worker.agent._control._client.context)
     assert control.purge() > 0
     control.close()
     worker.serve(kept)

@@ -14,7 +14,8 @@ from server.support import Embed
 
 from layerflow.agent import client
 from layerflow.agent import lookups as lookups_module
-from layerflow.agent.lookups import Inquiry, Lookups
+from layerflow.agent.client import Inquiry
+from layerflow.agent.lookups import Lookups
 from layerflow.agent.values import MISS, Hit
 from layerflow.config.settings import Settings
 from layerflow.errors import LayerflowError
@@ -316,9 +317,9 @@ def test_a_refused_lookup_is_a_miss_and_nothing_else_is_lost(
     with monkeypatch.context() as patch:
         patch.setattr(server.server._handlers._lookups, "look_up", refuse)
         assert answer(lookups, "refused", prompt(40)) == MISS
-    connection = lookups._connection
+    connection = lookups.connection
     assert answer(lookups, "next", prompt(40)) != MISS
-    assert lookups._connection is connection
+    assert lookups.connection is connection
 
 
 def test_a_server_that_has_forgotten_the_client_is_greeted_again(embed: Embed, dial: Dial) -> None:

@@ -9,7 +9,8 @@ import pytest
 from e2e.known import KnownWorker, Run, eventually, small_spec, step_of
 
 from layerflow.agent import Control, Follow
-from layerflow.agent.lookups import Inquiry, Lookups
+from layerflow.agent.client import Inquiry
+from layerflow.agent.lookups import Lookups
 from layerflow.keys import Chain
 from peers.conftest import LINKS, Pair
 

@@ -12,7 +12,8 @@ from e2e.known import eventually
 from e2e.partitions import TOKENS, Rank, everyone, leave
 
 from layerflow.agent import Control, Follow
-from layerflow.agent.lookups import Inquiry, Lookups
+from layerflow.agent.client import Inquiry
+from layerflow.agent.lookups import Lookups
 from layerflow.agent.values import Hit
 from layerflow_cli.bench.harness import ServerProcess
 

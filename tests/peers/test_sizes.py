@@ -11,7 +11,8 @@ from e2e.known import eventually
 from e2e.partitions import TOKENS, everyone, leave
 
 from layerflow.agent import Control, Follow
-from layerflow.agent.lookups import Inquiry, Lookups
+from layerflow.agent.client import Inquiry
+from layerflow.agent.lookups import Lookups
 from layerflow.agent.values import Hit, StepRequest
 from layerflow.keys import Chain
 from peers.conftest import Pair

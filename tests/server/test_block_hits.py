@@ -13,8 +13,8 @@ from e2e.known import KnownWorker, eventually, small_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerflow.agent.client import PresenceView, hit_of, lookup_of
 from layerflow.agent.descriptors import describe_loads
+from layerflow.agent.presence import PresenceView, hit_of, lookup_of
 from layerflow.agent.values import StepRequest
 from layerflow.errors import SpecError
 from layerflow.hits import MAX_TAILS, BlockDigests, find_hit

@@ -11,7 +11,8 @@ import pytest
 from e2e.known import PATIENCE_S, KnownWorker, Run, eventually, small_spec
 
 from layerflow.agent import Control, Follow
-from layerflow.agent.lookups import Inquiry, Lookups
+from layerflow.agent.client import Inquiry
+from layerflow.agent.lookups import Lookups
 from layerflow.flow.cost import ComputeCost
 from layerflow.keys import Chain
 from layerflow.server import EmbeddedServer

@@ -186,9 +186,9 @@ def test_a_long_hand_off_is_opened_in_slices_and_closed_with_its_client(embed: E
     session = server.call(lambda: server.server.sessions.get(client.number))
 
     def half() -> tuple[int, int]:
-        """Open it half, and close the generator, as is done with what a client has under way that is lost."""
+        """Open it half, and close the coroutine, as is done with what a client has under way that is lost."""
         work = open_handoff(context, session, message)
-        slices = sum(1 for _, _ in zip(range(12), work, strict=False))
+        slices = sum(1 for _, _ in zip(range(12), work.__await__(), strict=False))
         reserved = server.server.pool.statistics().half_written
         work.close()
         return slices, reserved

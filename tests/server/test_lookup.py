@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerflow.agent.client import MOST_LOOKS, PresenceView, hit_of
+from layerflow.agent.presence import MOST_LOOKS, PresenceView, hit_of
 from layerflow.agent.values import Hit
 from layerflow.hits import MAX_TAILS, SLICE_KEYS, HitLength, Tail, find_hit
 from layerflow.keys import Chain, object_key, object_keys

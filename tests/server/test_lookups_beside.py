@@ -13,8 +13,7 @@ from e2e.known import KnownWorker, eventually
 from layerflow.agent import Hit
 from layerflow.agent.lookups import Lookups
 from layerflow.keys import Chain
-from layerflow.server import EmbeddedServer
-from layerflow.server import clients as clients_module
+from layerflow.server import EmbeddedServer, mailboxes
 from layerflow.server.handlers.forget import reset_engine
 from server.support import Embed, worker_on
 
@@ -25,7 +24,7 @@ CLIENTS = 3
 @pytest.fixture
 def server(embed: Embed, monkeypatch: pytest.MonkeyPatch) -> EmbeddedServer:
     """Each slice ends where it may."""
-    monkeypatch.setattr(clients_module, "SLICE_S", 0.0)
+    monkeypatch.setattr(mailboxes, "SLICE_S", 0.0)
     return embed(transfer__step_timeout_ms=60_000, pool__lookup_timeout_ms=10_000, pool__lease_ms=60_000)
 
 

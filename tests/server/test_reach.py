@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerflow.agent.client import hit_of as hit_of_prompt
-from layerflow.agent.client import lookup_of
+from layerflow.agent.presence import hit_of as hit_of_prompt
+from layerflow.agent.presence import lookup_of
 from layerflow.config.settings import PoolSettings
 from layerflow.hits import BlockDigests, find_hit
 from layerflow.keys import Chain, object_key
@@ -21,6 +22,7 @@ from layerflow.pool.arena import Arena as PoolArena
 from layerflow.pool.base import SharedChunk, Tail
 from layerflow.pool.chunk_index import NO_CHUNKS, ChunkIndex
 from layerflow.pool.memory import MemoryPool
+from layerflow.server.account import Accounts, Allowance, Charge
 from layerflow.server.search import FEW_CHUNKS, ask_tier, view_of_tier
 from layerflow.server.tier import tier as real
 from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
@@ -32,10 +34,17 @@ STATE = -1
 _KINDS = {0: "full", STATE: "state"}
 
 
-def run(work: Iterator[None]) -> None:
-    """All slices, one after the other."""
-    for _ in work:
-        pass
+def told_by(question: Coroutine[Any, Any, frozenset[bytes]]) -> frozenset[bytes]:
+    """Its answer, all slices one after the other. What it asks is answered at once."""
+    while True:
+        try:
+            assert question.send(None) is None
+        except StopIteration as ended:
+            return ended.value
+
+
+def charge() -> Charge:
+    return Accounts(lambda: Allowance(1 << 30, 1 << 30)).of(1).charge("a lookup that waits")
 
 
 class Arena:
@@ -103,10 +112,7 @@ def prompt_of(tokens: int) -> tuple[list[bytes], int, bytes]:
 
 
 def found_by(arena: Arena, tier: Tier, spec: ModelSpec, tokens: int) -> frozenset[bytes]:
-    answers: list[frozenset[bytes]] = []
-    run(ask_tier(arena, tier, spec, prompt_of(tokens), answers.append, run))  # type: ignore[arg-type]
-    [found] = answers
-    return found
+    return told_by(ask_tier(arena, tier, spec, prompt_of(tokens), charge()))  # type: ignore[arg-type]
 
 
 def hit_of(arena: Arena, tier: Tier, spec: ModelSpec, found: frozenset[bytes], tokens: int) -> int:
@@ -238,10 +244,9 @@ def test_of_a_pool_that_lists_nothing_hits_end_at_blocks_of_what_was_written(chu
         tier.keys -= {object_key(stored.digests[-1], 0, Shard(1, 2))}
     asked = lookup_of(1, "r", prompt, 1, spec.block_tokens)
     blocks = BlockDigests(asked.blocks_from, asked.block_digests, CHUNK // BLOCK)
-    answers: list[frozenset[bytes]] = []
     told = prompt.digests, len(prompt), prompt.tail
-    run(ask_tier(Arena(), tier, spec, told, answers.append, run, blocks=blocks))  # type: ignore[arg-type]
-    there = view_of_tier(Arena(), tier, answers[0])  # type: ignore[arg-type]
+    answer = told_by(ask_tier(Arena(), tier, spec, told, charge(), blocks=blocks))  # type: ignore[arg-type]
+    there = view_of_tier(Arena(), tier, answer)  # type: ignore[arg-type]
     found = find_hit(there, spec, ROOT, prompt.digests, len(prompt), prompt.tail, blocks)
     assert hit_of_prompt(found, prompt, spec).tokens == chunks * CHUNK + (0 if gone else BLOCK)
     assert len(tier.asked) == (1 if chunks < FEW_CHUNKS else 2)

@@ -129,7 +129,7 @@ def test_others_have_their_turn_while_a_reader_asks(
 
     def noting(self: Handlers, session: ClientSession, message: wire.ToServer, nbytes: int = 0) -> None:
         if isinstance(message, wire.Beat):
-            busy.append(server.server.turns.busy)
+            busy.append(server.server.mailboxes.busy)
         handle(self, session, message, nbytes)
 
     monkeypatch.setattr(Handlers, "handle", noting)

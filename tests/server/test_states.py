@@ -14,7 +14,7 @@ from e2e.known import PATIENCE_S, eventually, kv_bytes
 from e2e.stopping import stopped
 
 from layerflow.agent import Agent, Hit, StepRequest
-from layerflow.agent.control import hit_of
+from layerflow.agent.presence import hit_of
 from layerflow.keys import Chain
 from layerflow.server import EmbeddedServer
 from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard

@@ -1,20 +1,19 @@
-"""A line to the server for who only looks up: a conversation, its sign of life, and the server's presence table.
+"""A client of a server: its connection, the questions that it has asked, and what it has still to say.
 
-The table spares most questions: of a prompt that was never seen nothing is stored, and the table says so in
-microseconds, where a lookup is a message there and one back. Of a prompt that was seen it says how much is stored; that
-it stays there is the server's to say.
+:class:`ServerClient` waits for nothing but the answers that it is told to wait for. :class:`layerflow.agent.Control`
+waits for each answer; :class:`layerflow.agent.lookups.Lookups` asks now and looks later.
 """
 
 from __future__ import annotations
 
-import bisect
+import enum
 import itertools
 import os
 import select
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -22,80 +21,39 @@ import structlog
 import zmq
 
 from layerflow.agent.handshake import ClientKeys, Handshake, dial, fetch_presence
-from layerflow.agent.hit_plan import HitPlan
-from layerflow.agent.values import Follow, Handoff, Hit
-from layerflow.errors import LayerflowError, ServerLost
-from layerflow.hits import HitLength, Tail, find_hit
-from layerflow.keys import DIGEST_BYTES, Chain, object_key, several_key
-from layerflow.presence import Presence
-from layerflow.spec import ModelSpec, Shard
+from layerflow.agent.hit_plan import PlansInHand
+from layerflow.agent.presence import PresenceView, following, hit_of, lookup_of
+from layerflow.agent.values import MISS, Follow, Handoff, Hit
+from layerflow.errors import DeadlineExceeded, LayerflowError, RemoteError, ServerLost, SessionError
+from layerflow.keys import Chain
+from layerflow.spec import ModelSpec
 from layerflow.system.memfd import SharedMemory
+from layerflow.system.numbers import ascending
 from layerflow.wire.messages import (
     Attach,
     Bye,
+    DropLease,
+    EndHandoff,
     Found,
     HandoffState,
     Lookup,
     Missed,
     OpenHandoff,
+    Problem,
+    Purge,
     ReleaseHandoff,
-    TailHit,
+    Reset,
+    StatusRequest,
+    ToClient,
+    WatchHandoff,
     Welcome,
 )
-
-# Hand-offs as both engines of one speak of them: the messages, and what a scheduler remembers of its questions.
-
 
 DEFAULT_LEASE_S = 0.0
 """How long a hand-off is kept for a reader: as long as the server's ``pd.handoff_lease_s``."""
 DEFAULT_HANDOFF_TIMEOUT_S = 60.0
 """How long an engine may take from opening a hand-off until all of it is stored."""
 ENDED = ("complete", "failed", "revoked", "released", "refused")
-SILENT = "the server did not answer"
-
-
-@dataclass(slots=True)
-class HandoffInquiry:
-    """A hand-off that was opened or is watched, and what was last heard of it.
-
-    :param until: monotonic seconds: a server that has not answered by then does not.
-    :param watch: there are answers until its end.
-    :param state: the last answer; None while there is none.
-    """
-
-    name: str
-    until: float
-    watch: bool = False
-    state: Handoff | None = None
-
-
-def opening_of(
-    number: int,
-    handoff: str,
-    chain: Chain,
-    tokens: int,
-    lease_s: float,
-    timeout_s: float,
-    servers: Sequence[str] = (),
-) -> OpenHandoff:
-    """The message that opens a hand-off of a prompt's first `tokens` tokens."""
-    lease_ms, timeout_ms = max(0, round(lease_s * 1e3)), max(1, round(timeout_s * 1e3))
-    full, rest = divmod(min(tokens, len(chain)), chain.chunk_tokens)
-    digests = b"".join(chain.digests[:full])
-    tail = chain.partial(full, rest) if rest else b""
-    return OpenHandoff(number, handoff, chain.parent(0), digests, tokens, tail, lease_ms, timeout_ms, list(servers))
-
-
-def following(question: Lookup, follow: Follow) -> Lookup:
-    """The question, of a hit that may still be on its way."""
-    left_ms = max(1, round((follow.deadline - time.monotonic()) * 1e3))
-    return msgspec.structs.replace(question, handoff=follow.handoff, servers=list(follow.servers), follow_ms=left_ms)
-
-
-def state_of(message: HandoffState) -> Handoff:
-    """What the server has told."""
-    return Handoff(message.handoff, message.state, message.tokens, message.reason)
-
 
 BYE_LINGER_MS = 100
 LOOK_S = 0.02
@@ -104,174 +62,107 @@ LOOK_S = 0.02
 TELL_S = 1.0
 """How often the server is told of lookups that it was not asked."""
 
-MOST_LOOKS = 128
-"""Objects of one prompt that are looked for in the table on a scheduler's own thread, some 2 us each."""
-
 log = structlog.get_logger("layerflow.agent")
 
+# Questions, and what is known of their answers.
 
-class PresenceView:
-    """What the table tells of one model's prompts.
+Question = Lookup | StatusRequest | Purge | Reset | OpenHandoff | WatchHandoff
 
-    :raises LayerflowError: `memory` is no table.
+
+@dataclass(slots=True, kw_only=True)
+class Pending:
+    """A question to a server.
+
+    :param until: monotonic seconds: a server that has not answered by then does not.
+
+    :ivar answer: what was last heard; None while nothing was. A lookup keeps its hit alone.
+    :ivar error: why there is no answer.
     """
 
-    def __init__(self, memory: SharedMemory, spec: ModelSpec) -> None:
-        self._table = Presence(memory)
-        self._whole_spec, self._spec = spec, spec.own
-        spec = self._spec
-        whole = [n for n, group in enumerate(spec.groups) if not (group.rules.windowed or group.rules.exact)]
-        self._whole_group = whole[0] if whole else None
-        self._shard = spec.shard.peers()[0]
-        self._several = several_key(spec.fingerprint)
+    until: float
+    answer: ToClient | None = None
+    error: LayerflowError | None = None
 
-    def misses(self, chain: Chain) -> bool:
-        """Is nothing of this prompt stored, for certain?
+    @property
+    def answered(self) -> bool:
+        """Has the server said something, or never will?"""
+        return self.answer is not None or self.error is not None
 
-        A hit begins with the first chunk, which every group that reads all tokens must have, or with a tail that
-        follows nothing. Where no group reads all tokens, a hit may begin anywhere: only the server knows.
-        """
-        table, group, shard = self._table, self._whole_group, self._shard
-        if table.may_hold(self._several):
-            return False
-        if group is None or (chain.digests and table.may_hold(object_key(chain.digests[0], group, shard))):
-            return False
-        # As the server looks for tails: under the first group and shard. Of the prompt's own beginnings only those are
-        # hashed whose length some stored tail has.
-        parent = object_key(chain.parent(0), 0, shard)
-        if self._may_share(chain, 0):
-            return False
-        if not table.may_hold_tails(parent):
-            return True
-        lengths = table.tail_lengths(parent, min(len(chain), chain.chunk_tokens - 1))
-        return not any(table.may_hold(object_key(chain.partial(0, tokens), 0, shard)) for tokens in lengths)
-
-    def end(self, chain: Chain) -> int | None:
-        """The chunk with which the prompt leaves what is stored, as far as one sees; None: one cannot see."""
-        table, group, shards = self._table, self._whole_group, self._spec.shard.peers()
-        if group is None or table.may_hold(self._several):
-            return None
-
-        def lacking(digest: bytes) -> bool:
-            return not all(table.may_hold(object_key(digest, group, shard)) for shard in shards)
-
-        return bisect.bisect_left(chain.digests, True, key=lacking)
-
-    def _may_share(self, chain: Chain, chunk: int) -> bool:
-        """May something be stored that begins with the block behind `chunk` full chunks?"""
-        unit = self._spec.block_tokens
-        block = chain.block_digests(chunk, unit, unit) if unit else b""
-        return bool(block) and self._table.may_hold_block(block)
-
-    def hit(self, chain: Chain) -> Hit | None:
-        """The longest hit, by what the table shows now; None: it cannot tell, or the prompt is too long to look.
-
-        It does not show which object has the blocks that a hit could end with: only the server knows that.
-        """
-        shards = self._spec.shard.peers()
-        if self._table.may_hold(self._several):
-            return None
-        if len(chain.digests) * len(self._whole_spec.groups) * len(shards) > MOST_LOOKS:
-            return None
-        seen = _SeenKeys(self._table, chain, self._shard)
-        found = find_hit(seen, self._whole_spec, chain.parent(0), chain.digests, len(chain), chain.tail)
-        hit = hit_of(found, chain, self._spec)
-        end = self.end(chain)
-        if not seen.sure or (end is not None and self._reach(chain, end) > hit.tokens and self._may_share(chain, end)):
-            return None
-        return hit
-
-    def _reach(self, chain: Chain, chunk: int) -> int:
-        """Tokens of the longest hit that could end at a block of `chunk`."""
-        unit, start = self._spec.block_tokens or 1, chunk * chain.chunk_tokens
-        return self._spec.usable(start + (len(chain) - start) // unit * unit, len(chain)) or 0
-
-    def close(self) -> None:
-        """Unmap."""
-        self._table.close()
+    @property
+    def over(self) -> bool:
+        """Is nothing more awaited?"""
+        return self.answered
 
 
-class _SeenKeys:
-    """The table as a hit is searched in it.
+class InquiryState(enum.Enum):
+    """What has become of the request that a lookup is for."""
 
-    :ivar sure: nothing was looked for that the table cannot tell.
+    WANTED = "wanted"  #: its hit may be loaded yet
+    TAKEN = "taken"  #: it is loaded, by what was known then
+    DROPPED = "dropped"  #: nothing of it is loaded
+
+
+@dataclass(slots=True, kw_only=True)
+class Inquiry(Pending):
+    """A lookup.
+
+    :param asked_at: monotonic seconds.
+    :param follow: what it may wait for.
+
+    :ivar hit: the answer's, a miss where there is none; None while it is under way.
+    :ivar seen: what the server's table shows, where that is taken for an answer until there is one.
     """
 
-    def __init__(self, table: Presence, chain: Chain, shard: Shard) -> None:
-        self._table = table
-        self._chain = chain
-        self._shard = shard
-        self.sure = True
+    request: str
+    chain: Chain
+    spec: ModelSpec
+    asked_at: float
+    follow: Follow | None = None
+    state: InquiryState = InquiryState.WANTED
+    hit: Hit | None = None
+    seen: Hit | None = None
 
-    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
-        found = [self._table.holds(key) for key in keys]
-        self.sure &= None not in found
-        return [there is True for there in found]
+    @property
+    def answered(self) -> bool:
+        """Is the hit known?"""
+        return self.hit is not None
 
-    def sharing(self, block: bytes) -> tuple[()]:
-        """The table does not show them."""
-        return ()
-
-    def tails(self, parent: bytes, most: int, *, undigested: bool) -> list[tuple[int, bytes]]:
-        """Those that the prompt itself goes on with."""
-        table, chain = self._table, self._chain
-        if not table.may_hold_tails(parent):
-            return []
-        digest = parent[:DIGEST_BYTES]
-        chunk = chain.digests.index(digest) + 1 if digest in chain.digests else 0
-        return [
-            (tokens, object_key(chain.partial(chunk, tokens), 0, self._shard))
-            for tokens in table.tail_lengths(parent, min(most, chain.chunk_tokens - 1))
-        ]
+    @property
+    def waits(self) -> bool:
+        """For a hand-off: the server answers once that is open."""
+        return self.follow is not None and bool(self.follow.handoff)
 
 
-def hit_of(found: HitLength | Found, chain: Chain, spec: ModelSpec, follow: Follow | None = None) -> Hit:
-    """What is stored may be longer than what is the prompt's: only its own tokens tell which of the tails fits."""
-    best, ends_in = Hit(found.tokens), -1
-    tails: Sequence[Tail | TailHit] = found.tails
-    for position, tail in enumerate(tails):
-        start, shared = tail.chunk * chain.chunk_tokens, tail.shared
-        if start + tail.tokens <= len(chain) and chain.partial(tail.chunk, tail.tokens) == tail.digest:
-            shared = tail.tokens
-        tokens = spec.usable(start + shared, len(chain)) if shared else None
-        if tokens is None or tokens <= best.tokens:
-            continue
-        ends_in = position
-        if shared == tail.tokens:
-            best = Hit(tokens, tail.chunk, tail.tokens, tail.digest)
-        else:
-            digest = chain.partial(tail.chunk, shared)
-            best = Hit(tokens, tail.chunk, tail.tokens, tail.digest, shared, digest)
-    if found.drafts:
-        best = replace(best, drafts=True)
-    if not isinstance(found, Found):
-        return best
-    if found.following or found.reason:
-        following = found.following and best.tokens > 0
-        until = follow.deadline if following and follow is not None else 0.0
-        best = replace(best, following=following, reason=found.reason, until=until)
-    plan = HitPlan.of(found, best.tokens, ends_in, spec) if best.tokens else None
-    return best if plan is None else replace(best, plan=plan)
+@dataclass(slots=True, kw_only=True)
+class HandoffInquiry(Pending):
+    """A hand-off that was opened or is watched.
 
-
-def lookup_of(
-    number: int, request: str, chain: Chain, lease_ms: int, block_tokens: int, end: int | None = None
-) -> Lookup:
-    """The question for a prompt.
-
-    :param block_tokens: of the model's spec.
-    :param end: the chunk in which the hit may end at a block; None = any.
+    :param watch: there are answers until its end.
     """
-    digests, first = b"".join(chain.digests), end or 0
-    chunks = range(first, len(chain.digests) + 1 if end is None else end + 1)
-    blocks = b"".join(chain.block_digests(chunk, block_tokens) for chunk in chunks) if block_tokens else b""
-    return Lookup(
-        number, request, chain.parent(0), digests, len(chain), lease_ms, chain.tail, 0, blocks, first if blocks else 0
-    )
+
+    name: str
+    watch: bool = False
+
+    @property
+    def over(self) -> bool:
+        """Is nothing more awaited?"""
+        return self.answered and (self.error is not None or not self.watch or self.state.state in ENDED)
+
+    @property
+    def state(self) -> Handoff:
+        """Where the hand-off is, as far as anything was heard."""
+        if isinstance(self.error, RemoteError):
+            return Handoff(self.name, "refused", 0, self.error.message)
+        if isinstance(self.answer, HandoffState) and self.error is None:
+            told = self.answer
+            return Handoff(told.handoff, told.state, told.tokens, told.reason)
+        return Handoff(self.name, "unknown", 0, str(self.error or ""))
 
 
 class ControlConnection:
-    """Made by :meth:`connect`; for one thread at a time.
+    """A connection of a client that only looks up, and the server's presence table. For one thread at a time.
+
+    Made by :meth:`connect`.
 
     :ivar lease_ms: how long the server wants hits to stay leased.
     """
@@ -518,3 +409,211 @@ class Releases:
         if unheard:
             self.unheard += len(unheard)
             log.warning("handoffs_not_released", handoffs=len(unheard), first=unheard[0], reason=why)
+
+
+class ServerClient:
+    """Asks a server, and takes its answers when it is pumped. For one thread at a time.
+
+    Without a connection every question fails at once. The owner connects: with :meth:`dial`, on any thread.
+
+    :param engine: identifies the engine whose workers load what this client leases.
+    :param name: what that engine is called in status, logs and metrics; "" = `engine`.
+    :param spec: needed for lookups.
+
+    :ivar connection: None = there is none.
+    :ivar plans: of hits that were told here and are not loaded yet; for any thread.
+    :ivar releases: of hand-offs; for any thread.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        engine: str,
+        spec: ModelSpec | None,
+        *,
+        name: str = "",
+        keys: ClientKeys | None = None,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+    ) -> None:
+        self.endpoint = endpoint
+        self.context = context or zmq.Context.instance()
+        self.spec = spec
+        self._engine = engine
+        self._name = name
+        self._keys = keys
+        self.connection: ControlConnection | None = None
+        self.plans = PlansInHand()
+        self.releases = Releases()
+        self.numbers = ascending()
+        self._lookups: dict[int, Inquiry] = {}
+        self._asked: dict[int, Pending] = {}  # all other questions
+
+    def dial(self, deadline: float) -> ControlConnection:
+        """A new connection, which the owner may make this client's.
+
+        :raises LayerflowError: the server did not answer by then, or refused.
+        """
+        return ControlConnection.connect(
+            self.context, self.endpoint, self._engine, self.spec, deadline, keys=self._keys, name=self._name
+        )
+
+    def reachable(self, *, at_once: bool = False) -> ControlConnection | None:
+        """The connection, unless the server is seen to have died.
+
+        :param at_once: look now, however short ago the last look was.
+        """
+        if self.connection is not None and self.connection.hung_up(at_once=at_once):
+            self.lost(ServerLost("the server has hung up"))
+        return self.connection
+
+    def post(self, pending: Pending, message: Question) -> None:
+        """Ask. A question that cannot be asked has failed when this returns."""
+        if self.connection is None:
+            self.fail(pending, ServerLost("no server is connected"))
+            return
+        pending.answer = pending.error = None
+        if isinstance(pending, Inquiry):
+            pending.hit = None
+            self._lookups[message.id] = pending
+        else:
+            self._asked[message.id] = pending
+        self.tell(message)
+
+    def tell(self, message: Question | DropLease | EndHandoff) -> None:
+        """Send a message; without a connection do nothing."""
+        if self.connection is not None:
+            try:
+                self.connection.conversation.send(message)
+            except LayerflowError as error:
+                self.lost(error)
+
+    def pump(self, until: float) -> bool:
+        """Take one message, or lose the connection. Return False where neither happened by `until`."""
+        if self.connection is None:
+            return False
+        try:
+            self._heard(self.connection.conversation.next(until))
+        except DeadlineExceeded:
+            return False
+        except LayerflowError as error:
+            self.lost(error)
+        return True
+
+    def await_answer(self, pending: Pending, until: float) -> None:
+        """Pump until there is an answer, or until `until`."""
+        while not pending.answered and self.pump(until):
+            pass
+
+    def forget(self, number: int) -> None:
+        """Nobody waits for what else is answered to a question."""
+        self._asked.pop(number, None)
+
+    def inquiry(self, request: str, chain: Chain, follow: Follow | None, timeout_s: float) -> Inquiry:
+        """A lookup that is about to be asked. A hand-off that it waits for is not released.
+
+        :param timeout_s: the server answers so soon, or so soon after what it may wait for.
+        :raises SessionError: the client was made without a spec.
+        """
+        if self.spec is None:
+            raise SessionError("lookups need the model's spec; pass spec= to Control")
+        now = time.monotonic()
+        inquiry = Inquiry(
+            until=now + timeout_s, request=request, chain=chain, spec=self.spec, asked_at=now, follow=follow
+        )
+        if follow is not None and inquiry.waits:
+            inquiry.until = max(now, follow.deadline) + timeout_s
+            self.releases.forget(follow.handoff)
+        return inquiry
+
+    def opening(
+        self, handoff: str, chain: Chain, tokens: int, lease_s: float, timeout_s: float, servers: Sequence[str]
+    ) -> OpenHandoff:
+        """The message that opens a hand-off of a prompt's first `tokens` tokens."""
+        lease_ms, timeout_ms = max(0, round(lease_s * 1e3)), max(1, round(timeout_s * 1e3))
+        full, rest = divmod(min(tokens, len(chain)), chain.chunk_tokens)
+        digests = b"".join(chain.digests[:full])
+        tail = chain.partial(full, rest) if rest else b""
+        return OpenHandoff(
+            next(self.numbers), handoff, chain.parent(0), digests, tokens, tail, lease_ms, timeout_ms, list(servers)
+        )
+
+    def watching(self, handoff: str, timeout_s: float) -> WatchHandoff:
+        """The message that asks what becomes of a hand-off within `timeout_s`."""
+        return WatchHandoff(next(self.numbers), handoff, max(1, round(timeout_s * 1e3)))
+
+    def drop_plan(self, request: str, number: int, lease_ms: int = 0) -> None:
+        """Tell the server of a plan that nothing is loaded by; 0 = of none.
+
+        :param lease_ms: its objects may be loaded all the same, for so long.
+        """
+        if number:
+            self.tell(DropLease(request, number, lease_ms))
+
+    def drop_lease(self, request: str) -> None:
+        """The request's hit will not be loaded. Without a server its lease expires."""
+        void, used = self.plans.drop(request)
+        self.drop_plan(request, void)
+        self.tell(DropLease(request, 0 if used else -1))
+
+    def lost(self, error: LayerflowError) -> None:
+        """The connection has ended: what is open fails."""
+        failed = [*self._lookups.values(), *self._asked.values()]
+        self._lookups.clear()
+        self._asked.clear()
+        for pending in failed:
+            self.fail(pending, error)
+        self.hang_up()
+
+    def fail(self, pending: Pending, error: LayerflowError) -> None:
+        """There is no answer."""
+        pending.error = error
+        if isinstance(pending, Inquiry):
+            pending.hit = MISS
+            if isinstance(error, RemoteError):
+                log.warning("lookup_refused", request=pending.request, code=error.code, error=error.message)
+
+    def hang_up(self) -> None:
+        """Leave, if connected; does not wait."""
+        if self.connection is not None:
+            self.connection.hang_up()
+            self.connection = None
+            self.releases.interrupted()
+
+    def close(self) -> None:
+        """Leave for good; leases expire by themselves. A release that was sent counts as heard."""
+        self.releases.close()
+        self.hang_up()
+
+    def _heard(self, message: ToClient) -> None:
+        number = getattr(message, "id", -1)
+        pending = self._lookups.get(number) or self._asked.get(number)
+        if pending is None:
+            return
+        match message:
+            case Problem():
+                self.fail(pending, RemoteError(message.code, message.message))
+            case Found() if isinstance(pending, Inquiry):
+                pending.hit = hit_of(message, pending.chain, pending.spec, pending.follow)
+            case _:
+                pending.answer, pending.error = message, None
+        if pending.over:
+            self._lookups.pop(number, None)
+            self._asked.pop(number, None)
+        if not isinstance(message, Problem):
+            self.releases.heard(number)
+        if isinstance(message, Found) and isinstance(pending, Inquiry):
+            self._settle_plan(pending, message)  # last: what it tells the server may find the connection lost
+
+    def _settle_plan(self, inquiry: Inquiry, found: Found) -> None:
+        """Hold the plan for whoever loads the hit, or give up at once a plan that nobody will load by."""
+        hit, wanted = inquiry.hit or MISS, inquiry.state is InquiryState.WANTED
+        lease_ms = self.connection.lease_ms if self.connection is not None else 0
+        if wanted and hit.plan is not None:
+            void = self.plans.give(inquiry.request, hit.plan, time.monotonic() + lease_ms / 1e3)
+            self.drop_plan(inquiry.request, void)
+        else:
+            # What is here of a hit that is not here whole, or of what was seen and is about to be loaded, stays leased.
+            leased = hit.tokens > 0 if wanted else inquiry.state is InquiryState.TAKEN
+            self.drop_plan(inquiry.request, found.plan, lease_ms if leased else 0)
+        if wanted and found.tails and not hit.tokens:
+            self.drop_lease(inquiry.request)  # of tails that are another prompt's

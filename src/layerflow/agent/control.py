@@ -2,53 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import msgspec
-import structlog
 import zmq
 
 from layerflow.agent.client import (
     DEFAULT_HANDOFF_TIMEOUT_S,
     DEFAULT_LEASE_S,
-    ENDED,
     ControlConnection,
-    Releases,
-    hit_of,
-    lookup_of,
-    opening_of,
-    state_of,
+    HandoffInquiry,
+    Inquiry,
+    InquiryState,
+    Pending,
+    Question,
+    ServerClient,
 )
 from layerflow.agent.handshake import ClientKeys
-from layerflow.agent.hit_plan import PlansInHand
+from layerflow.agent.presence import lookup_of
 from layerflow.agent.values import MISS, Follow, Handoff, Hit
-from layerflow.errors import LayerflowError, RemoteError, ServerLost, SessionError, SessionUnknown
+from layerflow.errors import DeadlineExceeded, LayerflowError, RemoteError, SessionError, SessionUnknown
 from layerflow.keys import Chain
 from layerflow.spec import ModelSpec
-from layerflow.system.numbers import ascending
-from layerflow.wire.messages import (
-    DropLease,
-    EndHandoff,
-    Found,
-    HandoffState,
-    Lookup,
-    Message,
-    OpenHandoff,
-    Purge,
-    ReleaseHandoff,
-    Reset,
-    Status,
-    StatusRequest,
-    ToClient,
-    WatchHandoff,
-)
-
-log = structlog.get_logger("layerflow.agent.control")
+from layerflow.wire.messages import EndHandoff, Purge, ReleaseHandoff, Reset, Status, StatusRequest
 
 DEFAULT_LOOKUP_TIMEOUT_S = 0.2
 DEFAULT_TIMEOUT_S = 2.0
@@ -82,29 +62,21 @@ class Control:
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
         lookup_timeout_s: float = DEFAULT_LOOKUP_TIMEOUT_S,
     ) -> None:
-        self._endpoint = endpoint
-        self._engine = engine
-        self._name = name
-        self._spec = spec
-        self._keys = keys
-        self._context = context or zmq.Context.instance()
+        self._client = ServerClient(endpoint, engine, spec, name=name, keys=keys, context=context)
         self._lookup_timeout_s = lookup_timeout_s
-        self.plans = PlansInHand()
+        self.plans = self._client.plans
         self._lock = threading.Lock()
-        self._ids = ascending()
-        self._connection: ControlConnection | None = None
-        self._releases = Releases()
         self._away_until = 0.0
 
     @property
     def unheard_releases(self) -> int:
         """Hand-offs that the server was never told to release, for it was away until their leases had ended them."""
-        return self._releases.unheard
+        return self._client.releases.unheard
 
     def connect(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
         """Connect anew, so that the first lookup does not pay for it; False if the server did not answer."""
         with self._lock:
-            self._drop()
+            self._client.hang_up()
             try:
                 self._connected(time.monotonic() + timeout_s)
             except LayerflowError:
@@ -121,49 +93,34 @@ class Control:
             until its deadline, and other calls with it: such a lookup is best given a control client of its own.
         :raises SessionError: the client was made without a spec.
         """
-        if self._spec is None:
-            raise SessionError("lookups need the model's spec; pass spec= to Control")
-        deadline = time.monotonic() + self._lookup_timeout_s
+        inquiry = self._client.inquiry(request, chain, follow, self._lookup_timeout_s)
         # A lookup behind another one that waits for a stopped server waits no longer than for its own answer.
         if not self._lock.acquire(timeout=self._lookup_timeout_s):
             return MISS
         try:
             if time.monotonic() < self._away_until:
                 return MISS
-            connection = self._connected(deadline)
-            if follow is None and connection.misses(chain):
-                return MISS
-            self._give_up(self.plans.overdue(time.monotonic()))
-            message = connection.question(next(self._ids), request, chain, follow)
-            if follow is not None and follow.handoff:
-                self._releases.forget(follow.handoff)
-                deadline = max(deadline, follow.deadline + self._lookup_timeout_s)
-            found = cast(Found, self._exchange(message, Found, deadline))
-            return self._take(request, hit_of(found, chain, self._spec, follow), found, message.lease_ms)
-        except RemoteError as error:
-            log.warning("lookup_refused", request=request, code=error.code, error=error.message)
-            return MISS
-        except LayerflowError:
-            self._away_until = time.monotonic() + AWAY_S
-            return MISS
+            self._look_up(inquiry)
+            if inquiry.error is not None and not isinstance(inquiry.error, RemoteError):
+                self._away_until = time.monotonic() + AWAY_S
+            return inquiry.hit or MISS
         finally:
             self._lock.release()
 
-    def _take(self, request: str, hit: Hit, found: Found, lease_ms: int) -> Hit:
-        """Hold the hit's plan, or give it up where it is none of this hit: what is there of it stays leased."""
-        if hit.plan is not None:
-            void = self.plans.give(request, hit.plan, time.monotonic() + lease_ms / 1e3)
-            self._give_up([(request, number) for number in void])
-        elif found.plan:
-            self._give_up([(request, found.plan)], lease_ms if hit.tokens else 0)
-        return hit
-
-    def _give_up(self, plans: Iterable[tuple[str, int]], lease_ms: int = 0) -> None:
-        """Tell the server, if it is there: else it has nothing that is pinned for them."""
-        if self._connection is not None:
-            with contextlib.suppress(ServerLost):
-                for request, number in plans:
-                    self._connection.conversation.send(DropLease(request, number, lease_ms))
+    def _look_up(self, inquiry: Inquiry) -> None:
+        client = self._client
+        try:
+            connection = self._connected(inquiry.asked_at + self._lookup_timeout_s)
+        except LayerflowError as error:
+            client.hang_up()
+            client.fail(inquiry, error)
+            return
+        if inquiry.follow is None and connection.misses(inquiry.chain):
+            inquiry.hit = MISS
+            return
+        for request, plan in self.plans.overdue(time.monotonic()):
+            client.drop_plan(request, plan)
+        self._ask(inquiry, connection.question(next(client.numbers), inquiry.request, inquiry.chain, inquiry.follow))
 
     def written(self, chain: Chain, timeout_s: float) -> Hit:
         """How much of a prompt another node of the pool can load, once nothing of it is on its way there.
@@ -175,14 +132,16 @@ class Control:
         :param timeout_s: so long writes are waited for; what is not written by then does not count.
         :raises LayerflowError: the server did not answer.
         """
-        if self._spec is None:
-            raise SessionError("lookups need the model's spec; pass spec= to Control")
         message = msgspec.structs.replace(
-            lookup_of(next(self._ids), "", chain, 1, 0), written_ms=max(1, round(timeout_s * 1e3))
+            lookup_of(next(self._client.numbers), "", chain, 1, 0), written_ms=max(1, round(timeout_s * 1e3))
         )
         with self._lock:
-            found = cast(Found, self._exchange(message, Found, time.monotonic() + timeout_s + DEFAULT_TIMEOUT_S))
-        return hit_of(found, chain, self._spec)
+            inquiry = self._client.inquiry("", chain, None, timeout_s + DEFAULT_TIMEOUT_S)
+            inquiry.state = InquiryState.DROPPED
+            self._ask(inquiry, message)
+        if inquiry.error is not None:
+            raise inquiry.error
+        return inquiry.hit or MISS
 
     def open_handoff(
         self,
@@ -208,17 +167,13 @@ class Control:
             the part of its own workers, and the hand-off is as good as the worst of its parts.
         :raises SessionError: the client was made without a spec.
         """
-        if self._spec is None:
+        if self._client.spec is None:
             raise SessionError("hand-offs need the model's spec; pass spec= to Control")
-        message = opening_of(next(self._ids), handoff, chain, tokens, lease_s, timeout_s, servers)
-        try:
-            with self._lock:
-                answer = self._exchange(message, HandoffState, time.monotonic() + self._lookup_timeout_s)
-        except RemoteError as error:
-            return Handoff(handoff, "refused", 0, error.message)
-        except LayerflowError as error:
-            return Handoff(handoff, "unknown", 0, str(error))
-        return state_of(cast(HandoffState, answer))
+        message = self._client.opening(handoff, chain, tokens, lease_s, timeout_s, servers)
+        with self._lock:
+            inquiry = HandoffInquiry(until=time.monotonic() + self._lookup_timeout_s, name=handoff)
+            self._ask(inquiry, message)
+        return inquiry.state
 
     def end_handoff(self, handoff: str, *, tokens: int, reason: str = "") -> None:
         """The engine computes nothing more of it: it is complete once what it saves is stored.
@@ -226,7 +181,8 @@ class Control:
         :param tokens: that were computed; fewer than it was opened with = it has failed.
         :param reason: why it has failed.
         """
-        self._tell(EndHandoff(handoff, tokens, reason))
+        with self._lock:
+            self._client.tell(EndHandoff(handoff, tokens, reason))
 
     def release_handoff(self, handoff: str, servers: Sequence[str] = ()) -> None:
         """Nobody needs it any more. Where the server is away it hears of it when this client is next connected.
@@ -237,13 +193,14 @@ class Control:
         :param servers: that keep it, where they are others than this client's own, which tells them.
         """
         with self._lock:
-            self._releases.add(ReleaseHandoff(handoff, list(servers)), next(self._ids))
-            if self._connection is None and time.monotonic() < self._away_until:
+            client = self._client
+            client.releases.add(ReleaseHandoff(handoff, list(servers)), next(client.numbers))
+            if client.connection is None and time.monotonic() < self._away_until:
                 return
             try:
                 self._connected(time.monotonic() + self._lookup_timeout_s, at_once=True)
             except LayerflowError:
-                self._drop()
+                client.hang_up()
                 self._away_until = time.monotonic() + AWAY_S
 
     def watch_handoff(self, handoff: str, timeout_s: float, *, ended: bool = True) -> Handoff:
@@ -251,32 +208,28 @@ class Control:
 
         Blocks, and other calls with it.
         """
-        number, deadline = next(self._ids), time.monotonic() + timeout_s
-        message = WatchHandoff(number, handoff, max(1, round(timeout_s * 1e3)))
-        by = deadline + DEFAULT_TIMEOUT_S
-        try:
-            with self._lock:
-                told = state_of(cast(HandoffState, self._exchange(message, HandoffState, by)))
-                while ended and told.state not in ENDED and time.monotonic() < deadline:
-                    conversation = self._connected(by).conversation
-                    told = state_of(cast(HandoffState, conversation.expect(HandoffState, by, number)))
-        except LayerflowError as error:
-            return Handoff(handoff, "unknown", 0, str(error))
-        return told
+        deadline = time.monotonic() + timeout_s
+        message = self._client.watching(handoff, timeout_s)
+        inquiry = HandoffInquiry(until=deadline + DEFAULT_TIMEOUT_S, name=handoff, watch=ended)
+        with self._lock:
+            self._ask(inquiry, message)
+            while not inquiry.over and time.monotonic() < deadline:
+                if not self._client.pump(inquiry.until):
+                    inquiry.error = self._no_answer()
+            self._client.forget(message.id)
+        return inquiry.state
 
     def drop_lease(self, request: str) -> None:
         """The request will not be loaded after all. Nothing happens if the server is away: leases expire."""
         with self._lock:
-            void, used = self.plans.drop(request)
-            self._give_up([(request, number) for number in void])
-            self._give_up([(request, 0 if used else -1)])
+            self._client.drop_lease(request)
 
     def status(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
         """The server's state, as ``layerflow status --json`` prints it.
 
         :raises LayerflowError: it did not answer.
         """
-        return self._ask(StatusRequest(next(self._ids)), timeout_s)
+        return self._ask_json(StatusRequest(next(self._client.numbers)), timeout_s)
 
     def purge(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
         """Forget every object of the server's arena; how many there were. What lies behind it stays.
@@ -293,7 +246,7 @@ class Control:
             ``reason`` why others may be left.
         :raises LayerflowError: the server did not answer.
         """
-        return self._ask(Purge(next(self._ids), tier), timeout_s)
+        return self._ask_json(Purge(next(self._client.numbers), tier), timeout_s)
 
     def reset(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
         """The engine's weights are being replaced: when this returns, the server loads and publishes nothing of what
@@ -302,70 +255,46 @@ class Control:
         :returns: how many ``steps`` and ``leases`` there were.
         :raises LayerflowError: the server did not answer.
         """
-        return self._ask(Reset(next(self._ids)), timeout_s)
+        return self._ask_json(Reset(next(self._client.numbers)), timeout_s)
 
     def close(self) -> None:
         """Hang up; leases expire by themselves."""
         with self._lock:
-            self._drop()
-            self._releases.close()
+            self._client.close()
 
-    def _tell(self, message: DropLease | EndHandoff) -> None:
+    def _ask_json(self, message: StatusRequest | Purge | Reset, timeout_s: float) -> dict[str, Any]:
         with self._lock:
-            if self._connection is not None:
-                with contextlib.suppress(ServerLost):
-                    self._connection.conversation.send(message)
+            inquiry = Pending(until=time.monotonic() + timeout_s)
+            self._ask(inquiry, message)
+        if inquiry.error is not None:
+            raise inquiry.error
+        return cast(dict[str, Any], json.loads(cast(Status, inquiry.answer).json))
 
-    def _ask(self, message: StatusRequest | Purge | Reset, timeout_s: float) -> dict[str, Any]:
-        with self._lock:
-            answer = cast(Status, self._exchange(message, Status, time.monotonic() + timeout_s))
-        return cast(dict[str, Any], json.loads(answer.json))
+    def _ask(self, pending: Pending, message: Question) -> None:
+        """Ask, and wait for an answer; once more over a new connection where the server does not know this client."""
+        for _ in range(2):
+            try:
+                self._connected(pending.until)
+            except LayerflowError as error:
+                self._client.hang_up()
+                self._client.fail(pending, error)
+            else:
+                self._client.post(pending, message)
+                self._client.await_answer(pending, pending.until)
+                if not pending.answered:
+                    self._client.lost(self._no_answer())
+            if not isinstance(pending.error, SessionUnknown):
+                return
 
-    def _exchange(
-        self,
-        message: Lookup | StatusRequest | Purge | Reset | OpenHandoff | WatchHandoff,
-        kind: type[Message],
-        deadline: float,
-    ) -> ToClient:
-        """Ask once; once more over a new connection if a restarted server does not know this client."""
-        try:
-            return self._ask_once(message, kind, deadline)
-        except SessionUnknown:
-            self._drop()
-            return self._ask_once(message, kind, deadline)
-        except RemoteError:
-            raise
-        except LayerflowError:
-            self._drop()
-            raise
-
-    def _ask_once(
-        self,
-        message: Lookup | StatusRequest | Purge | Reset | OpenHandoff | WatchHandoff,
-        kind: type[Message],
-        deadline: float,
-    ) -> ToClient:
-        conversation = self._connected(deadline).conversation
-        conversation.send(message)
-        answer = conversation.expect(kind, deadline, message.id)
-        self._releases.heard(message.id)
-        return answer
+    def _no_answer(self) -> LayerflowError:
+        return DeadlineExceeded(f"the server at {self._client.endpoint} did not answer in time; is it running there?")
 
     def _connected(self, deadline: float, *, at_once: bool = False) -> ControlConnection:
         """:param at_once: look now whether the server has hung up."""
-        if self._connection is not None and self._connection.hung_up(at_once=at_once):
-            self._drop()
-        if self._connection is None:
+        connection = self._client.reachable(at_once=at_once)
+        if connection is None:
             # However long the answer may take: a server that is there says hello at once.
-            by = min(deadline, time.monotonic() + DEFAULT_TIMEOUT_S)
-            self._connection = ControlConnection.connect(
-                self._context, self._endpoint, self._engine, self._spec, by, keys=self._keys, name=self._name
-            )
-        self._releases.say(self._connection.conversation, deadline)
-        return self._connection
-
-    def _drop(self) -> None:
-        if self._connection is not None:
-            self._connection.hang_up()
-            self._connection = None
-            self._releases.interrupted()
+            connection = self._client.dial(min(deadline, time.monotonic() + DEFAULT_TIMEOUT_S))
+            self._client.connection = connection
+        self._client.releases.say(connection.conversation, deadline)
+        return connection

@@ -116,17 +116,18 @@ class PlansInHand:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._plans: dict[int, tuple[str, HitPlan, float]] = {}
+        self._of: dict[str, int] = {}  #: by request, the number of its plan
         self._used: ExpiringSet[str] = ExpiringSet(MOST_USED)
 
-    def give(self, request: str, plan: HitPlan, until: float) -> list[int]:
-        """A lookup's. Earlier ones of the request are void: their numbers.
+    def give(self, request: str, plan: HitPlan, until: float) -> int:
+        """Hold a lookup's plan. Return the number of the request's earlier plan, which is void now; 0 = there is none.
 
         :param until: monotonic seconds; unused, it is void then.
         """
         with self._lock:
-            self._used.discard(request)
             void = self._void(request)
             self._plans[plan.number] = request, plan, until
+            self._of[request] = plan.number
             return void
 
     def use(self, plan: HitPlan, request: str, user: int) -> bool:
@@ -135,12 +136,19 @@ class PlansInHand:
             if plan.void or user in plan.users:
                 return False
             plan.users.add(user)
-            if self._plans.pop(plan.number, None) is not None:
+            held = self._plans.pop(plan.number, None)
+            if held is not None:
+                self._of.pop(held[0], None)
                 self._used.add(request)
             return True
 
-    def drop(self, request: str) -> tuple[list[int], bool]:
-        """Void the plans of a request that will not be loaded. Return their numbers, and whether one was used."""
+    def void(self, request: str) -> int:
+        """Void the plan of a request that will not be loaded by it. Return its number; 0 = there is none."""
+        with self._lock:
+            return self._void(request)
+
+    def drop(self, request: str) -> tuple[int, bool]:
+        """As :meth:`void`, of a request that will not be loaded. Return also whether a plan of it was used."""
         with self._lock:
             return self._void(request), self._used.discard(request)
 
@@ -150,15 +158,17 @@ class PlansInHand:
             return []
         with self._lock:
             late = [(request, number) for number, (request, _, until) in self._plans.items() if until <= now]
-            for _, number in late:
-                self._plans.pop(number)[1].void = True
+            for request, _ in late:
+                self._void(request)
             return late
 
-    def _void(self, request: str) -> list[int]:
-        mine = [number for number, (name, _, _) in self._plans.items() if name == request]
-        for number in mine:
-            self._plans.pop(number)[1].void = True
-        return mine
+    def _void(self, request: str) -> int:
+        number = self._of.pop(request, 0)
+        held = self._plans.pop(number, None)
+        if held is None:
+            return 0
+        held[1].void = True
+        return number
 
 
 MOST_USED = 4096

@@ -45,10 +45,16 @@ class Charge:
     nbytes: int
     end: Callable[[], None] | None = None
 
-    def on_end(self, end: Callable[[], None]) -> None:
-        """Call this where the client ends before the charge is released; it may have been released already."""
+    def on_end(self, end: Callable[[], None] | None) -> None:
+        """Call this (None = nothing) where the client ends before the charge is released, if it is not yet."""
         if self.account.holds(self):
             self.end = end
+
+    def __enter__(self) -> Charge:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     def release(self) -> None:
         """What was kept is gone; again = nothing."""

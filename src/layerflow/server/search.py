@@ -15,6 +15,8 @@ from layerflow.objects import HEADER_BYTES, layer_bytes, object_bytes
 from layerflow.pool import base
 from layerflow.pool.base import Covering, NewObject, Pool
 from layerflow.pool.chunk_index import ANY_LENGTH, NO_CHUNKS, ChunkIndex, merged_sharing, merged_tails, renamed
+from layerflow.server.account import Charge
+from layerflow.server.mailboxes import Answer, in_slices
 from layerflow.spec import ModelSpec, Shard
 
 if TYPE_CHECKING:
@@ -130,18 +132,17 @@ FEW_CHUNKS = 16
 """Of so many chunks that only the tier can tell of, all are asked for at once."""
 
 
-def ask_tier(
+async def ask_tier(
     pool: Pool,
     tier: Tier | Sources,
     spec: ModelSpec,
     prompt: tuple[list[bytes], int, bytes],
-    then: Callable[[frozenset[bytes]], None],
-    go: Callable[[Generator[None, None, None]], None],
+    charge: Charge,
     *,
     blocks: BlockDigests = NO_BLOCKS,
     direct: bool = False,
-) -> Generator[None, None, None]:
-    """Ask for what the tier may add to a hit, in at most two questions. In slices, as :func:`.hits.search_hit`.
+) -> frozenset[bytes]:
+    """Ask for what the tier may add to a hit, in at most two questions.
 
     A group that needs every chunk from the first on ends the hit at the first chunk that is missing. So of a long
     prompt some chunks at doubling distances are asked for first, and the others only up to the first of those that is
@@ -150,10 +151,10 @@ def ask_tier(
     rest are asked for chunks of other prompts that begin as the prompt's next one, where this server knows some.
 
     :param prompt: digests of the full chunks, tokens, and the digest of its last, partial chunk (or ``b""``).
-    :param then: told the keys that the tier has, once, within ``pool.lookup_timeout_ms``.
-    :param go: runs what is left to do, slice by slice, once the first question is answered.
+    :param charge: of the client that waits.
     :param blocks: the prompt's, to find these.
     :param direct: for workers to whom the arena does not matter.
+    :returns: the keys that the tier has, within ``pool.lookup_timeout_ms``.
     """
     digests, tokens, own = prompt
     until = time.monotonic() + tier.settings.lookup_timeout_ms / 1e3
@@ -162,29 +163,31 @@ def ask_tier(
     # The tier is asked in the same question for other partitions' objects that may stand in for what is not known.
     covering = None if direct else pool.covering(spec)
     known = view_of_tier(None if direct else pool, tier, covering=covering)
-    first = yield from unknown_keys(known, spec, digests, prefixes)
-    others = yield from sharing_chunks(known, spec, digests, tokens, blocks)
+    first = await in_slices(unknown_keys(known, spec, digests, prefixes))
+    others = await in_slices(sharing_chunks(known, spec, digests, tokens, blocks))
     more = [digest for digest in (own, *others) if digest]
     lacking = [chunk for chunk, keys in enumerate(first) if keys]
     if len(lacking) <= FEW_CHUNKS:
-        asked = yield from unknown_keys(known, spec, list(dict.fromkeys([*digests, *more])), every)
-        tier.ask(with_alternatives(covering, chain.from_iterable(asked)), then, until)
-        return
+        asked = await in_slices(unknown_keys(known, spec, list(dict.fromkeys([*digests, *more])), every))
+        return await _ask(tier, with_alternatives(covering, chain.from_iterable(asked)), until, charge)
     probed = [lacking[at] for at in (*doubling(len(lacking) - 1), len(lacking) - 1)]
-
-    def ask_rest(found: frozenset[bytes]) -> Generator[None, None, None]:
-        there = view_of_tier(pool, tier, found, covering=covering)
-        end = next(
-            (chunk for chunk in probed if not (found.issuperset(first[chunk]) or all(there.lookup(first[chunk])))),
-            len(digests),
-        )
-        left = [*digests[:end], *(more if end == len(digests) else others)]
-        asked = yield from unknown_keys(known, spec, list(dict.fromkeys(left)), every)
-        keys = [key for key in with_alternatives(covering, chain.from_iterable(asked)) if key not in found]
-        tier.ask(keys, lambda more: then(found | more), until)
-
     probes = with_alternatives(covering, chain.from_iterable(first[chunk] for chunk in probed))
-    tier.ask(probes, lambda found: go(ask_rest(found)), until)
+    found = await _ask(tier, probes, until, charge)
+    there = view_of_tier(pool, tier, found, covering=covering)
+    end = next(
+        (chunk for chunk in probed if not (found.issuperset(first[chunk]) or all(there.lookup(first[chunk])))),
+        len(digests),
+    )
+    left = [*digests[:end], *(more if end == len(digests) else others)]
+    asked = await in_slices(unknown_keys(known, spec, list(dict.fromkeys(left)), every))
+    keys = [key for key in with_alternatives(covering, chain.from_iterable(asked)) if key not in found]
+    return found | await _ask(tier, keys, until, charge)
+
+
+async def _ask(tier: Tier | Sources, keys: Sequence[bytes], until: float, charge: Charge) -> frozenset[bytes]:
+    answer = Answer[frozenset[bytes]](charge)
+    tier.ask(keys, answer.tell, until)
+    return await answer
 
 
 def with_alternatives(covering: Covering | None, keys: Iterable[bytes]) -> list[bytes]:

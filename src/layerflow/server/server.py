@@ -28,11 +28,12 @@ from layerflow.pool.covering import CoveringPool
 from layerflow.presence import PresenceWriter
 from layerflow.server import terms
 from layerflow.server.account import Accounts, Allowance
-from layerflow.server.clients import LOCAL, REMOTE, Address, AnySession, Clients, ClientSession, Sessions, Turns, Work
+from layerflow.server.clients import LOCAL, REMOTE, Address, AnySession, Clients, ClientSession, Sessions
 from layerflow.server.driver import Driver
 from layerflow.server.handlers import Handlers
 from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handoffs.registry import Handoffs
+from layerflow.server.mailboxes import Mailboxes
 from layerflow.server.plans import Plans
 from layerflow.server.status import status_of
 from layerflow.server.terms import limits_of, terms_of
@@ -161,7 +162,7 @@ class Server:
         self.pool = CoveringPool(self._arena, self._presence, lease_share=settings.pool.lease_share)
         self.accounts = Accounts(self._allowance)
         self.sessions = Sessions(self.accounts)
-        self.turns = Turns()
+        self.mailboxes = Mailboxes()
         self.driver = Driver(self.pool, self._limits(settings), self.metrics, self._send_number, self._step_done)
         self.handoffs = Handoffs(
             self.pool,
@@ -196,7 +197,7 @@ class Server:
                 numbers=numbers,
                 storing=(self.handoffs, self.driver.follows),
                 sessions=self.sessions,
-                turns=self.turns,
+                mailboxes=self.mailboxes,
             )
         sources = None
         if self.tier is not None or (self.peers is not None and self.peers.source is not None):
@@ -221,7 +222,7 @@ class Server:
             plans=Plans(self.pool),
             incarnation=secrets.randbits(62) + 1,
             tier=sources,
-            turns=self.turns,
+            mailboxes=self.mailboxes,
             peers=self.peers,
             direct=bool(terms.direct_options(settings)),
         )
@@ -367,7 +368,7 @@ class Server:
     @property
     def caught_up(self) -> bool:
         """Every message that has come is handled."""
-        return not self._server_context.turns.busy and not any(door.pending() for door in self._doors.values())
+        return not self._server_context.mailboxes.busy and not any(door.pending() for door in self._doors.values())
 
     def _open(self) -> list[str]:
         server = self.settings.server
@@ -489,13 +490,12 @@ class Server:
         self._clients.take_greeting(address)
         session = self.sessions.at(address)
         if session is not None:
-            self._server_context.turns.start(session.account, self._disconnect(session), always=True)
+            self._server_context.mailboxes.start(session.account, self._disconnect(session), always=True)
 
-    def _disconnect(self, session: AnySession) -> Work:
+    async def _disconnect(self, session: AnySession) -> None:
         """Behind what the client has said before it hung up."""
         if self.sessions.at(session.address) is session:
             self._clients.disconnected(session)
-        yield from ()
 
     def _send_to(self, address: Address, message: Message) -> bool:
         door = self._doors.get(address[0])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Awaitable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from layerflow.config.settings import ServerSettings
 from layerflow.errors import ProtocolError
@@ -12,9 +13,16 @@ from layerflow.hits import NO_BLOCKS, BlockDigests
 from layerflow.keys import DIGEST_BYTES
 from layerflow.server.account import Refused
 from layerflow.server.clients import ClientSession
+from layerflow.server.mailboxes import in_slices
 from layerflow.spec import ModelSpec
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
+
+T = TypeVar("T")
+
+
+class Replaced(Exception):
+    """The engine's weights were replaced while a lookup waited: its keys are those of the old ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +34,45 @@ class Asked:
     blocks: BlockDigests
 
 
+async def unreplaced(session: ClientSession, awaited: Awaitable[T]) -> T:
+    """What a lookup waits for.
+
+    :raises Replaced: nothing may be brought, leased or found for it any more.
+    """
+    resets = session.resets
+    told = await awaited
+    if session.resets != resets:
+        raise Replaced
+    return told
+
+
+def waiting(message: wire.Lookup) -> str:
+    """What a client is charged for while its lookup waits."""
+    return f"request {message.request!r}: a lookup that waits"
+
+
+def until_of(message: wire.Lookup, limits: ServerSettings) -> float:
+    """By when a lookup's hand-off is to be followed, monotonic seconds.
+
+    :raises ProtocolError: it cannot be asked so.
+    """
+    most_ms = int(limits.max_deadline_s * 1e3)
+    if not 0 < message.follow_ms <= most_ms:
+        raise ProtocolError(
+            f"request {message.request!r}: follow_ms must be 1 to {most_ms}, which is server.max_deadline_s"
+        )
+    return time.monotonic() + message.follow_ms / 1e3
+
+
 def kept_bytes(message: wire.Lookup) -> int:
     """What a lookup that waits keeps."""
     texts = (message.request, message.handoff, *message.servers)
     return len(message.digests) + len(message.block_digests) + sum(map(len, texts))
 
 
-def read_lookup(spec: ModelSpec, message: wire.Lookup) -> Generator[None, None, Asked]:
-    """What a lookup that is checked asks for, in slices. What waits keeps its message alone, and is read again."""
-    digests = yield from codec.split_in_slices(message.digests, f"request {message.request!r}")
+async def read_lookup(spec: ModelSpec, message: wire.Lookup) -> Asked:
+    """What a lookup that is checked asks for. What waits keeps its message alone, and is read again."""
+    digests = await in_slices(codec.split_in_slices(message.digests, f"request {message.request!r}"))
     return Asked(message, digests, _blocks_of(message, spec))
 
 

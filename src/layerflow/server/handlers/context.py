@@ -11,9 +11,10 @@ from layerflow.observe.logs import LogLimit
 from layerflow.observe.metrics import Metrics
 from layerflow.observe.slow_steps import SlowSteps
 from layerflow.pool.base import Pool
-from layerflow.server.clients import ClientSession, Sessions, Turns
+from layerflow.server.clients import ClientSession, Sessions
 from layerflow.server.driver import Driver
 from layerflow.server.handoffs.registry import Handoffs
+from layerflow.server.mailboxes import Mailboxes
 from layerflow.server.plans import Plans
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import Message
@@ -53,7 +54,7 @@ class ServerContext:
     handoffs: Handoffs
     pd: Callable[[], PdSettings]
     lease_s: Callable[[], float]
-    turns: Turns
+    mailboxes: Mailboxes
     log_limit: LogLimit = field(default_factory=LogLimit)
     tier: Sources | None = None
     peers: Peers | None = None

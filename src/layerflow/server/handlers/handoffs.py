@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Generator
 from typing import NamedTuple
 
 from layerflow.errors import LayerflowError, ProtocolError
 from layerflow.keys import DIGEST_BYTES
 from layerflow.server.account import Account, Refused
-from layerflow.server.clients import ClientSession, Reader, Work
+from layerflow.server.clients import ClientSession, Reader
 from layerflow.server.handlers.context import ServerContext
-from layerflow.server.handoffs.handoff import Handoff, HandoffStatus, Prompt, distinct
+from layerflow.server.handoffs.handoff import HandoffStatus, Prompt, distinct
+from layerflow.server.mailboxes import Answer, in_slices
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
 
@@ -26,7 +27,7 @@ ALIGNED = "this server keeps no partial chunk, and the prompt has no full one"
 Opening = wire.OpenHandoff | wire.PeerOpenHandoff
 
 
-def open_handoff(context: ServerContext, session: ClientSession, message: wire.OpenHandoff) -> Work:
+async def open_handoff(context: ServerContext, session: ClientSession, message: wire.OpenHandoff) -> None:
     """Keep room for what a hit of the prompt needs, and pin what is stored; here, and at the servers it names."""
     if session.spec is None:
         raise Refused("not_attached", "attach a spec before opening a hand-off")
@@ -42,20 +43,15 @@ def open_handoff(context: ServerContext, session: ClientSession, message: wire.O
     tokens = 0
     if not why:
         opener = Opener(session.engine, session.number, session.account)
-        tokens, why = yield from keep(context, session.spec.chunk_tokens, opener, message)
-    number = session.number
-
-    def tell(why: str) -> None:
-        asker = context.sessions.get(number)
-        if asker is not None:
-            told = wire.HandoffState(message.id, name, HandoffStatus.OPEN.value, tokens)
-            context.send(asker, wire.HandoffState(message.id, name, "refused", 0, why) if why else told)
-
+        tokens, why = await keep(context, session.spec.chunk_tokens, opener, message)
     handoff = context.handoffs.get(name)
-    if why or not others or handoff is None or peers is None:
-        tell(why)
-    else:
-        peers.parts.open(handoff, message, others, tell)
+    if not why and others and handoff is not None and peers is not None:
+        with session.account.charge(f"hand-off {name!r}: its parts at other servers", always=True) as charge:
+            answer = Answer[str](charge)
+            peers.parts.open(handoff, message, others, answer.tell)
+            why = await answer
+    told = wire.HandoffState(message.id, name, HandoffStatus.OPEN.value, tokens)
+    context.send(session, wire.HandoffState(message.id, name, "refused", 0, why) if why else told)
 
 
 class Opener(NamedTuple):
@@ -69,10 +65,8 @@ class Opener(NamedTuple):
     account: Account
 
 
-def keep(
-    context: ServerContext, chunk_tokens: int, opener: Opener, message: Opening
-) -> Generator[None, None, tuple[int, str]]:
-    """Open a hand-off of what this server's workers of an engine store. In slices.
+async def keep(context: ServerContext, chunk_tokens: int, opener: Opener, message: Opening) -> tuple[int, str]:
+    """Open a hand-off of what this server's workers of an engine store.
 
     :returns: how many tokens of it can be read; why it is refused, else empty.
     :raises ProtocolError: nobody can mean this.
@@ -119,14 +113,15 @@ def keep(
             f"hand-off {name!r}: chunks x groups x workers are {asked_for} objects, server.max_lookup_objects is "
             f"{limits.max_lookup_objects}",
         )
-    digests = yield from codec.split_in_slices(message.digests, f"hand-off {name!r}")
+    digests = await in_slices(codec.split_in_slices(message.digests, f"hand-off {name!r}"))
     lease_s = message.lease_ms / 1e3 or context.pd().handoff_lease_s
     due = time.monotonic() + message.timeout_ms / 1e3
     prompt = Prompt(message.root, digests, tail, tokens)
     charge = opener.account.charge(f"hand-off {name!r}", asked_for * OBJECT_BYTES)
     why = "it was not opened"
     try:
-        why = yield from context.handoffs.open(name, engine, opener.number, specs, prompt, lease_s, due, charge)
+        opening = context.handoffs.open(name, engine, opener.number, specs, prompt, lease_s, due, charge)
+        why = await in_slices(opening)
     finally:
         if why:
             charge.release()
@@ -152,7 +147,7 @@ def release(context: ServerContext, name: str) -> None:
     context.handoffs.release(name, time.monotonic() + context.pd().handoff_lease_s)
 
 
-def watch_handoff(context: ServerContext, session: ClientSession, message: wire.WatchHandoff) -> None:
+async def watch_handoff(context: ServerContext, session: ClientSession, message: wire.WatchHandoff) -> None:
     """Tell the session of its states: the first that is not announced, and its end; or as it is at the deadline."""
     most_ms = context.settings().max_deadline_s * 1e3
     if not message.handoff or not 0 < message.deadline_ms <= most_ms:
@@ -160,49 +155,28 @@ def watch_handoff(context: ServerContext, session: ClientSession, message: wire.
             f"hand-off {message.handoff!r}: needs a name, and deadline_ms 1 to {most_ms:.0f} (server.max_deadline_s)"
         )
     until = time.monotonic() + message.deadline_ms / 1e3
-    watch = _Watch(context, session.number, message, until)
-    charge = session.account.charge(watch.what, len(message.handoff))
-    handoff = context.handoffs.announce(message.handoff, until)
-    if handoff.status is HandoffStatus.ANNOUNCED:
-        context.handoffs.wait(message.handoff, until, watch.changed, charge)
-    else:
-        charge.release()
-        watch.changed(handoff)
-
-
-class _Watch(NamedTuple):
-    """A session's question what becomes of a hand-off."""
-
-    context: ServerContext
-    session: int
-    message: wire.WatchHandoff
-    until: float
-
-    @property
-    def what(self) -> str:
-        return f"a watch of hand-off {self.message.handoff!r}"
-
-    def changed(self, told: Handoff) -> None:
-        """Tell of its state, and wait for the next one."""
-        client, message = self.context.sessions.get(self.session), self.message
-        if client is None:
-            return
-        tokens = told.tokens if told.status.readable else 0
-        state = wire.HandoffState(message.id, told.name, told.status.value, tokens, told.reason)
-        self.context.send(client, state)
-        if told.status not in ENDS and time.monotonic() < self.until - SOON_S:
-            charge = client.account.charge(self.what, len(message.handoff), always=True)
-            self.context.handoffs.wait(message.handoff, self.until, self.changed, charge)
+    handoffs = context.handoffs
+    with session.account.charge(f"a watch of hand-off {message.handoff!r}", len(message.handoff)) as charge:
+        handoff = handoffs.announce(message.handoff, until)
+        if handoff.status is HandoffStatus.ANNOUNCED:
+            handoff = await handoffs.changed(handoff, until, charge)
+        while True:
+            tokens = handoff.tokens if handoff.status.readable else 0
+            told = wire.HandoffState(message.id, handoff.name, handoff.status.value, tokens, handoff.reason)
+            context.send(session, told)
+            if handoff.status in ENDS or time.monotonic() >= until - SOON_S:
+                return
+            handoff = await handoffs.changed(handoff, until, charge)
 
 
 # Parts of hand-offs that this server keeps for another one, whose engine has workers here too.
 
 
-def keep_part(
+async def keep_part(
     context: ServerContext,
     reader: Reader,
     message: wire.PeerOpenHandoff | wire.PeerEndHandoff | wire.PeerReleaseHandoff,
-) -> Work:
+) -> None:
     """What the server of the engine's scheduler wants done.
 
     :raises ProtocolError: it cannot be; nothing has changed.
@@ -210,7 +184,7 @@ def keep_part(
     handoffs = context.handoffs
     match message:
         case wire.PeerOpenHandoff():
-            yield from _open(context, reader, message)
+            await _open(context, reader, message)
         case wire.PeerEndHandoff():
             handoff = handoffs.get(message.handoff)
             if handoff is None or handoff.session != reader.number or handoff.engine != message.engine:
@@ -223,7 +197,7 @@ def keep_part(
             release(context, message.handoff)
 
 
-def _open(context: ServerContext, reader: Reader, message: wire.PeerOpenHandoff) -> Work:
+async def _open(context: ServerContext, reader: Reader, message: wire.PeerOpenHandoff) -> None:
     assert context.peers is not None and context.peers.lending is not None
     lending, handoffs = context.peers.lending, context.handoffs
     if message.incarnation != lending.incarnation:
@@ -232,16 +206,14 @@ def _open(context: ServerContext, reader: Reader, message: wire.PeerOpenHandoff)
     why = f"no worker of engine {message.engine!r} is attached to this server"
     if specs:
         opener = Opener(message.engine, reader.number, reader.account)
-        _, why = yield from keep(context, specs[0].chunk_tokens, opener, message)
+        _, why = await keep(context, specs[0].chunk_tokens, opener, message)
     if why:
         lending.tell(reader, wire.PeerHandoffState(message.id, message.handoff, "refused", why))
         return
-
-    def changed(told: Handoff) -> None:
-        lending.tell(reader, wire.PeerHandoffState(message.id, told.name, told.status.value, told.reason))
-        if told.status is HandoffStatus.COMPLETE or told.status not in ENDS:
-            handoffs.watch(told, changed)
-
     handoff = handoffs.get(message.handoff)
     assert handoff is not None
-    changed(handoff)
+    lending.tell(reader, wire.PeerHandoffState(message.id, handoff.name, handoff.status.value, handoff.reason))
+    with reader.account.charge(f"a watch of hand-off {message.handoff!r}", always=True) as charge:
+        while handoff.status is HandoffStatus.COMPLETE or handoff.status not in ENDS:
+            handoff = await handoffs.changed(handoff, math.inf, charge)
+            lending.tell(reader, wire.PeerHandoffState(message.id, handoff.name, handoff.status.value, handoff.reason))

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 
 import msgspec
 
-from layerflow.hits import BlockDigests, HitLength, search_hit
+from layerflow.hits import HitLength, LookupSource, search_hit
 from layerflow.places import is_placed, unpack_places
 from layerflow.pool.base import Owner
 from layerflow.server.account import Refused
-from layerflow.server.clients import ClientSession, Work
-from layerflow.server.handlers.asked import Asked, check_leases, check_lookup, kept_bytes, read_lookup
+from layerflow.server.clients import ClientSession
+from layerflow.server.handlers.asked import (
+    Asked,
+    Replaced,
+    check_leases,
+    check_lookup,
+    kept_bytes,
+    read_lookup,
+    unreplaced,
+    until_of,
+    waiting,
+)
 from layerflow.server.handlers.context import ServerContext
-from layerflow.server.handlers.following import FollowLookups
-from layerflow.server.handlers.remote import DIGESTS_PER_SLICE, KEPT_KEY_BYTES, RemoteLookups
-from layerflow.server.peers.questions import PeerAnswer
+from layerflow.server.handlers.following import follow_handoff, follow_saves, view_of_handoff
+from layerflow.server.handlers.forget import REPLACED
+from layerflow.server.handlers.remote import DIGESTS_PER_SLICE, KEPT_KEY_BYTES, ask_servers
+from layerflow.server.mailboxes import Answer, Slices, in_slices, next_turn
 from layerflow.server.plans import lease_owner, lookup_owner
 from layerflow.server.search import (
     ask_tier,
@@ -28,13 +39,8 @@ from layerflow.server.search import (
     prompt_objects,
     view_of_tier,
 )
+from layerflow.spec import ModelSpec
 from layerflow.wire import messages as wire
-from layerflow.wire.messages import ToServer
-
-Search = Generator[None, None, HitLength]
-
-Guarded = Callable[[ClientSession, ToServer, Callable[[ClientSession, ToServer], Work]], Work]
-"""Does work for a client's message; what goes wrong is answered with a Problem."""
 
 PINNED_BYTES = 64
 """What the pin of one object takes, in bytes."""
@@ -44,252 +50,196 @@ MOST_SEARCHES = 3
 
 
 class Lookups:
-    """Answers lookups.
+    """Answers lookups."""
 
-    :param guarded: goes on with one later, for what it waited for has come.
-    """
-
-    def __init__(self, context: ServerContext, guarded: Guarded) -> None:
+    def __init__(self, context: ServerContext) -> None:
         self._context = context
-        self._guarded = guarded
-        self._following = FollowLookups(context, self, self._go_on)
-        self._remote = RemoteLookups(context, self, self._go_on)
 
-    def look_up(self, session: ClientSession, message: wire.Lookup) -> Work:
+    async def look_up(self, session: ClientSession, message: wire.Lookup) -> None:
+        """Answer it, now or once what it may wait for has come."""
         limits = self._context.settings()
         spec = check_lookup(session, message, limits)
         if not message.written_ms:
             check_leases(session, message.request, limits.max_leases)
-        peers = self._context.peers
-        elsewhere = message.servers if peers is None else [each for each in message.servers if not peers.is_own(each)]
-        if message.handoff and not elsewhere and not message.written_ms:
-            yield from self._following.look_up(session, message)
-            return
-        asked = yield from read_lookup(spec, message)
-        if message.written_ms:
-            yield from self._written(session, asked)
-            return
-        if message.handoff:
-            yield from self._remote.look_up(session, asked)
-            return
-        if message.follow_ms > 0 and self._context.pd().follow == "auto":
-            yield from self._following.look_up_unasked(session, asked)
-            return
-        yield from self._look(session, message, asked.digests, asked.blocks)
+        try:
+            if message.written_ms:
+                await self._written(session, message)
+            elif message.handoff:
+                await self._follow(session, message, until_of(message, limits))
+            else:
+                asked = await read_lookup(spec, message)
+                saves = None
+                if message.follow_ms > 0 and self._context.pd().follow == "auto":
+                    saves = await follow_saves(self._context, session, asked)
+                if saves is None:
+                    await self._look(session, asked)
+                else:
+                    await self._find(session, asked, time.monotonic(), _search_in(saves, spec, asked), following=True)
+        except Replaced:
+            why = REPLACED if message.handoff else ""
+            self._context.send(session, wire.Found(message.id, 0, [], False, why))
 
-    def stored(self, session: ClientSession, asked: Asked, reason: str) -> Work:
-        """Answer with what is stored; `reason`: why a hand-off is not followed."""
-        yield from self._look(session, asked.message, asked.digests, asked.blocks, reason)
+    async def _follow(self, session: ClientSession, message: wire.Lookup, until: float) -> None:
+        """Answer with a hit of a hand-off, or of what is stored where none can be followed in time, or at all."""
+        context, spec, peers = self._context, session.spec, self._context.peers
+        assert spec is not None
+        if any(peers is None or not peers.is_own(each) for each in message.servers):
+            answer = await ask_servers(context, session, message, until)
+            asked = await read_lookup(spec, message)
+            if isinstance(answer, str):
+                await self._look(session, asked, answer)
+            else:
+                heard = time.monotonic()
+                await self._reach(
+                    session, asked, answer.found, heard, reason=answer.reason, following=answer.open, until=until
+                )
+            return
+        handoff, why = await follow_handoff(context, session, message, until)
+        asked = await read_lookup(spec, message)
+        if why:
+            await self._look(session, asked, why)
+        else:
+            search = _search_in(view_of_handoff(context.pool, handoff), spec, asked)
+            await self._find(session, asked, time.monotonic(), search, following=True)
 
-    def followed(self, session: ClientSession, asked: Asked, search: Callable[[], Search]) -> Work:
-        """Answer with a hit of a hand-off."""
-        heard = time.monotonic()
-        yield from self._find(session, asked.message, asked.digests, heard, search, following=True)
-
-    def lent(self, session: ClientSession, asked: Asked, answer: PeerAnswer, until: float) -> Work:
-        """Answer with a hit of what is here and what peers lend; objects of other sizes are waited for, to `until`."""
-        yield from self._reach(
-            session,
-            asked.message,
-            lookup=asked.message,
-            digests=asked.digests,
-            found=answer.found,
-            heard=time.monotonic(),
-            blocks=asked.blocks,
-            reason=answer.reason,
-            following=answer.open,
-            until=until,
-        )
-
-    def _look(
-        self,
-        session: ClientSession,
-        message: wire.Lookup,
-        digests: list[bytes],
-        blocks: BlockDigests,
-        reason: str = "",
-    ) -> Work:
-        """What is stored.
+    async def _look(self, session: ClientSession, asked: Asked, reason: str = "") -> None:
+        """Answer with what is stored.
 
         :param reason: why the hand-off that was asked for is not followed.
         """
-        context = self._context
-        assert session.spec is not None
+        context, message, spec = self._context, asked.message, session.spec
+        assert spec is not None
         heard = time.monotonic()
         if context.tier is None:
-            prompt = message.root, digests, message.tokens, message.tail
-            pool, spec = context.pool, session.spec
-            yield from self._find(
-                session, message, digests, heard, lambda: search_hit(pool, spec, *prompt, blocks), reason=reason
-            )
+            await self._find(session, asked, heard, _search_in(context.pool, spec, asked), reason=reason)
             return
-
-        number, resets = session.number, session.resets
-        charge = session.account.charge(f"request {message.request!r}: a lookup that waits", kept_bytes(message))
-        objects = prompt_objects(session.spec, len(digests) + bool(message.tail))
-
-        def answer(found: frozenset[bytes]) -> None:
-            charge.release()
-            asker = context.sessions.get(number)
-            if message.compute_ms and context.tier is not None:
-                found = context.tier.worth(found, message.compute_ms / 1e3, objects)
-            if asker is not None and asker.resets != resets:
-                # Its keys are those of weights that were replaced while the tier was asked: nothing is brought for it.
-                context.send(asker, wire.Found(message.id, 0, [], False, reason))
-            elif asker is not None:
-                reach = functools.partial(
-                    self._reach, lookup=message, digests=digests, found=found, heard=heard, blocks=blocks, reason=reason
-                )
-                context.turns.start(asker.account, self._guarded(asker, message, reach), always=True)
-
+        # Direct workers read the pool themselves, and no peer.
         direct = any(worker.direct for worker in context.sessions.workers_of(session.engine))
-        behind = context.tier.tier if direct else context.tier  # direct workers read the pool themselves, and no peer
+        behind = context.tier.tier if direct else context.tier
         assert behind is not None
-        prompt_digests = digests, message.tokens, message.tail
-        go = functools.partial(self._go_on, number, message)
-        yield from ask_tier(
-            context.pool, behind, session.spec, prompt_digests, answer, go, blocks=blocks, direct=direct
-        )
+        prompt = asked.digests, message.tokens, message.tail
+        with session.account.charge(waiting(message), kept_bytes(message)) as charge:
+            question = ask_tier(context.pool, behind, spec, prompt, charge, blocks=asked.blocks, direct=direct)
+            found = await unreplaced(session, question)
+        if message.compute_ms:
+            objects = prompt_objects(spec, len(asked.digests) + bool(message.tail))
+            found = context.tier.worth(found, message.compute_ms / 1e3, objects)
+        await self._reach(session, asked, found, heard, reason=reason)
 
-    def _go_on(self, number: int, message: wire.Lookup, work: Work) -> None:
-        """Go on with a client's lookup, in its turn, once something it waited for has come."""
-        asker = self._context.sessions.get(number)
-        if asker is not None:
-            self._context.turns.start(asker.account, self._guarded(asker, message, lambda *_: work), always=True)
-
-    def _written(self, session: ClientSession, asked: Asked) -> Work:
+    async def _written(self, session: ClientSession, message: wire.Lookup) -> None:
         """Wait for what of the prompt is on its way into the tier; then of how many tokens is everything there?"""
-        context, spec, number, message = self._context, session.spec, session.number, asked.message
+        context, spec = self._context, session.spec
         tier = context.tier.tier if context.tier is not None else None
         assert spec is not None
+        digests = (await read_lookup(spec, message)).digests
         if tier is None:
             context.send(session, wire.Found(message.id, 0, []))
             return
-        go = functools.partial(self._go_on, number, message)
-        kept = len(asked.digests) * len(spec.groups) * len(spec.shard.peers()) * KEPT_KEY_BYTES
-        charge = session.account.charge(f"request {message.request!r}: a lookup that waits", kept_bytes(message) + kept)
-
-        def ask() -> Work:
-            digests = (yield from read_lookup(spec, message)).digests
-            yield from ask_tier(
-                context.pool, tier, spec, (digests, message.tokens, message.tail), told, go, direct=True
-            )
-
-        def told(found: frozenset[bytes]) -> None:
-            charge.release()
-            go(tell(found))
-
-        def tell(found: frozenset[bytes]) -> Work:
-            digests = (yield from read_lookup(spec, message)).digests
-            there = view_of_tier(None, tier, found)
-            hit = yield from search_hit(there, spec, message.root, digests, message.tokens, message.tail)
-            context.send(session, _found(message.id, hit))
-
-        digests = [*asked.digests, message.tail] if message.tail else asked.digests
+        digests = [*digests, message.tail] if message.tail else digests
         keys: list[bytes] = []
         for start in range(0, len(digests), DIGESTS_PER_SLICE):
             keys += prompt_keys(spec, digests[start : start + DIGESTS_PER_SLICE])
-            yield
-        tier.when_written(keys, time.monotonic() + message.written_ms / 1e3, lambda: go(ask()))
+            await next_turn()
+        del digests  # read again behind the wait
+        with session.account.charge(waiting(message), kept_bytes(message) + len(keys) * KEPT_KEY_BYTES) as charge:
+            written = Answer[None](charge)
+            tier.when_written(keys, time.monotonic() + message.written_ms / 1e3, functools.partial(written.tell, None))
+            del keys
+            await written
+            digests = (await read_lookup(spec, message)).digests
+            prompt = digests, message.tokens, message.tail
+            found = await ask_tier(context.pool, tier, spec, prompt, charge, direct=True)
+        there = view_of_tier(None, tier, found)
+        hit = await in_slices(search_hit(there, spec, message.root, digests, message.tokens, message.tail))
+        context.send(session, _found(message.id, hit))
 
-    def _reach(
+    async def _reach(
         self,
         session: ClientSession,
-        _: ToServer,
-        *,
-        lookup: wire.Lookup,
-        digests: list[bytes],
+        asked: Asked,
         found: frozenset[bytes],
         heard: float,
-        blocks: BlockDigests,
+        *,
         reason: str,
         following: bool = False,
         until: float | None = None,
-    ) -> Work:
-        """The tier has answered: what the hit needs of it is fetched from now on.
+    ) -> None:
+        """Answer with what is here and what `found` names: what the hit needs of it is fetched from now on.
 
         :param until: objects of other partitions may take so long; None = as long as a lookup.
         """
-        pool, tier, spec = self._context.pool, self._context.tier, session.spec
+        pool, tier, spec, lookup = self._context.pool, self._context.tier, session.spec, asked.message
         assert tier is not None and spec is not None
         workers = self._context.sessions.workers_of(session.engine)
         direct = any(worker.direct for worker in workers)
         # What a worker reads straight from the tier is not brought.
         through = {worker.spec.shard for worker in workers if worker.spec is not None and not worker.direct}
         shards = [*through] if workers else spec.shard.peers()
-        prompt = lookup.root, digests, lookup.tokens, lookup.tail
-        search = functools.partial(
-            find_and_bring, pool, tier, spec, shards, prompt, found, session.engine, blocks=blocks, direct=direct
-        )
-        find = functools.partial(self._find, session, lookup, digests, heard, search, following=following)
+        prompt = lookup.root, asked.digests, lookup.tokens, lookup.tail
         covering = None if direct else pool.covering(spec)
         pieces: set[bytes] = set()
         if covering is not None:
             there = view_of_tier(pool, tier, found, covering=covering)
-            hit = yield from search_hit(there, spec, *prompt, blocks)
-            above = lookup.root, digests
-            pieces = yield from bring_pieces(pool, tier, spec, covering, above, hit, found, session.engine)
-        if not pieces:
-            yield from find(reason=reason)
-            return
-        # What has come by then counts; what comes later, for the next lookup of the prompt, while the lease lasts.
-        owner = lease_owner(session.engine, lookup.request)
-        come_by = heard + tier.settings.lookup_timeout_ms / 1e3 if until is None else until
-        lease_until = lookup.lease_ms / 1e3 + (time.monotonic() if until is None else until)
-        session.leases[lookup.request] = lease_until
-        tier.lease([*pieces], owner, lease_until)
-        resets = session.resets
+            hit = await in_slices(search_hit(there, spec, *prompt, asked.blocks))
+            above = lookup.root, asked.digests
+            pieces = await in_slices(bring_pieces(pool, tier, spec, covering, above, hit, found, session.engine))
+        if pieces:
+            # What has come by then counts; what comes later, for the next lookup of the prompt, while the lease lasts.
+            come_by = heard + tier.settings.lookup_timeout_ms / 1e3 if until is None else until
+            lease_until = lookup.lease_ms / 1e3 + (time.monotonic() if until is None else until)
+            session.leases[lookup.request] = lease_until
+            tier.lease([*pieces], lease_owner(session.engine, lookup.request), lease_until)
+            with session.account.charge(waiting(lookup), kept_bytes(lookup), always=True) as charge:
+                come = Answer[None](charge)
+                tier.when_come([*pieces], come_by, functools.partial(come.tell, None))
+                await unreplaced(session, come)
+            lost = 0 if until is None else pool.lookup([*pieces]).count(False)
+            if lost and not reason:
+                reason = f"{lost} of {len(pieces)} objects of another size did not come"
+        search = functools.partial(
+            find_and_bring,
+            pool,
+            tier,
+            spec,
+            shards,
+            prompt,
+            found,
+            session.engine,
+            blocks=asked.blocks,
+            direct=direct,
+        )
+        await self._find(session, asked, heard, search, following=following, reason=reason)
 
-        def go_on() -> None:
-            if session.resets == resets:
-                lost = 0 if until is None else pool.lookup([*pieces]).count(False)
-                late = f"{lost} of {len(pieces)} objects of another size did not come" if lost else ""
-                self._go_on(session.number, lookup, find(reason=reason or late))
-            else:
-                self._context.send(session, wire.Found(lookup.id, 0, []))
-
-        tier.when_come([*pieces], come_by, go_on)
-
-    def _find(
+    async def _find(
         self,
         session: ClientSession,
-        message: wire.Lookup,
-        digests: list[bytes],
+        asked: Asked,
         heard: float,
-        search: Callable[[], Search],
+        search: Callable[[], Slices[HitLength]],
         *,
         following: bool = False,
         reason: str = "",
-    ) -> Work:
+    ) -> None:
         """Search, lease and answer. What leaves the pool between two slices is searched for again."""
-        pool, resets = self._context.pool, session.resets
+        pool, resets, message = self._context.pool, session.resets, asked.message
         owner = lookup_owner(session.engine, message.request, session.number, message.id)
         for _ in range(MOST_SEARCHES):
             before = pool.departures
-            hit = yield from search()
+            hit = await in_slices(search())
             until = time.monotonic() + message.lease_ms / 1e3
-            places = yield from self._lease(session, message, digests, hit, owner, until)
+            places = await self._lease(session, asked, hit, owner, until)
             # With a store behind the arena, the step that loads the hit brings back what leaves the arena now.
             if self._context.tier is not None or pool.departures == before:
                 break
-        if session.resets != resets:  # these are keys of weights that were replaced meanwhile
+        if session.resets != resets:
             pool.release(owner)
-            self._context.send(session, wire.Found(message.id, 0, []))
-            return
+            raise Replaced
         plan = self._plan(session, message, owner) if places else 0
         if not plan:
             pool.hand_over(owner, lease_owner(session.engine, message.request), until)
         self._found(session, message, hit, heard, plan=plan, places=places, following=following, reason=reason)
 
-    def _lease(
-        self,
-        session: ClientSession,
-        message: wire.Lookup,
-        digests: list[bytes],
-        hit: HitLength,
-        owner: Owner,
-        until: float,
-    ) -> Generator[None, None, bytes]:
+    async def _lease(self, session: ClientSession, asked: Asked, hit: HitLength, owner: Owner, until: float) -> bytes:
         """Pin what is here of a hit; the places of its objects, empty where no load of it could do with those alone.
 
         :param owner: has the pins, until `until` (monotonic seconds).
@@ -298,15 +248,15 @@ class Lookups:
         spec = session.spec if hit.drafts else session.spec.own
         if not (hit.tokens or hit.tails):
             return b""
-        pool, tier = self._context.pool, self._context.tier
+        pool, tier, message = self._context.pool, self._context.tier, asked.message
         session.leases[message.request] = until
         coming = lease_owner(session.engine, message.request)
         packed: list[bytes] = []
-        for keys in hit_keys(spec, digests, hit):
+        for keys in hit_keys(spec, asked.digests, hit):
             packed.append(pool.lease(keys, owner, until))
             if tier is not None:
                 tier.lease(keys, coming, until)
-            yield
+            await next_turn()
         # A plan's columns are the shards of the whole spec.
         if len(spec.shard.peers()) != len(session.spec.shard.peers()):
             return b""
@@ -352,6 +302,14 @@ class Lookups:
         self._context.metrics.lookup(session.labels, tokens, message.tokens - tokens, time.monotonic() - heard)
         session.figures.lookup_tokens += message.tokens
         session.figures.hit_tokens += tokens
+
+
+def _search_in(view: LookupSource, spec: ModelSpec, asked: Asked) -> Callable[[], Slices[HitLength]]:
+    """What searches a prompt's hit in `view`, each time anew."""
+    message = asked.message
+    return lambda: search_hit(
+        view, spec, message.root, asked.digests, message.tokens, message.tail, blocks=asked.blocks
+    )
 
 
 def _found(number: int, hit: HitLength) -> wire.Found:

@@ -18,7 +18,7 @@ from layerflow.flow.events import (
     SessionOpened,
 )
 from layerflow.server.account import Refused
-from layerflow.server.clients import AnySession, ClientSession, Reader, Work
+from layerflow.server.clients import AnySession, ClientSession, Reader
 from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handlers.forget import purge, reset_engine
 from layerflow.server.handlers.handoffs import end_handoff, keep_part, open_handoff, release_handoff, watch_handoff
@@ -48,7 +48,7 @@ class Handlers:
         self._answering: set[asyncio.Task[None]] = set()
         self._windows_due = False
         self._told_window = -1
-        self._lookups = Lookups(context, self._guarded)
+        self._lookups = Lookups(context)
 
     def handle(self, session: AnySession, message: ToServer, nbytes: int = 0) -> None:
         """Do what the message asks, or answer with a Problem; behind the client's other messages.
@@ -56,23 +56,21 @@ class Handlers:
         :param nbytes: of the message.
         """
         if isinstance(session, Reader):
-            self._lending.hear(session, message, self._dispatch_reader(session, message), nbytes)
+            self._lending.hear(session, message, self._dispatch_reader, nbytes)
             return
         if isinstance(message, wire.Beat):
             session.pinned = message.pinned
             self._context.send(session, message)
             return
-        work = self._guarded(session, message, self._dispatch)
+        work = self._guarded(session, message)
         try:
-            self._context.turns.start(session.account, work, nbytes, always=isinstance(message, ENDING))
+            self._context.mailboxes.start(session.account, work, nbytes, always=isinstance(message, ENDING))
         except (NotAllowed, Refused) as error:
             self._refuse(session, message, error.code, error)
 
-    def _guarded(
-        self, session: ClientSession, message: ToServer, work: Callable[[ClientSession, ToServer], Work]
-    ) -> Work:
+    async def _guarded(self, session: ClientSession, message: ToServer) -> None:
         try:
-            yield from work(session, message)
+            await self._dispatch(session, message)
         except (NotAllowed, Refused) as error:
             self._refuse(session, message, error.code, error)
         except InvalidTransition as error:
@@ -87,7 +85,7 @@ class Handlers:
     def lose(self, session: AnySession, why: str) -> None:
         """The client is gone: nothing of it can touch memory any more."""
         context = self._context
-        context.turns.forget(session.account)
+        context.mailboxes.forget(session.account)
         context.sessions.close(session)
         if isinstance(session, Reader):
             context.handoffs.lose_session(session.number, "the server that opened it is gone")
@@ -147,32 +145,32 @@ class Handlers:
         assert peers is not None and peers.lending is not None
         return peers.lending
 
-    def _dispatch_reader(self, reader: Reader, message: ToServer) -> Work:
+    async def _dispatch_reader(self, reader: Reader, message: ToServer) -> None:
         match message:
             case wire.PeerOpenHandoff() | wire.PeerEndHandoff() | wire.PeerReleaseHandoff():
-                yield from keep_part(self._context, reader, message)
+                await keep_part(self._context, reader, message)
             case wire.Bye():
                 self.lose(reader, "bye")
             case _:
-                yield from self._lending.handle(reader, message)
+                await self._lending.handle(reader, message)
 
-    def _dispatch(self, session: ClientSession, message: ToServer) -> Work:
+    async def _dispatch(self, session: ClientSession, message: ToServer) -> None:
         context = self._context
         session.rights.check(message, session.engine)
         match message:
             case wire.Report():
                 self._worker(session, "Report")
-                yield from report(context, session, message)
+                await report(context, session, message)
             case wire.OpenStep():
                 self._worker(session, "OpenStep")
-                yield from open_step(context, session, message)
+                await open_step(context, session, message)
             case wire.Lookup():
-                yield from self._lookups.look_up(session, message)
+                await self._lookups.look_up(session, message)
             case wire.Attach():
                 self._attach(session, message)
             case wire.Abort():
                 self._worker(session, "Abort")
-                yield from tell(context, (RequestAborted(session.number, name) for name in message.requests))
+                await tell(context, (RequestAborted(session.number, name) for name in message.requests))
             case wire.DropLease():
                 self._drop_lease(session, message)
             case wire.Missed():
@@ -190,13 +188,13 @@ class Handlers:
                 told = reset_engine(context, session.engine)
                 context.send(session, wire.Status(message.id, msgspec.json.encode(told)))
             case wire.OpenHandoff():
-                yield from open_handoff(context, session, message)
+                await open_handoff(context, session, message)
             case wire.EndHandoff():
                 end_handoff(context, session, message)
             case wire.ReleaseHandoff():
                 release_handoff(context, message)
             case wire.WatchHandoff():
-                watch_handoff(context, session, message)
+                await watch_handoff(context, session, message)
             case wire.Bye():
                 if not session.memory:
                     self.lose(session, "bye")

@@ -22,8 +22,9 @@ from layerflow.flow.events import (
     StepClosed,
 )
 from layerflow.server.account import Refused
-from layerflow.server.clients import ClientSession, Work
+from layerflow.server.clients import ClientSession
 from layerflow.server.handlers.context import ServerContext
+from layerflow.server.mailboxes import in_slices, next_turn
 from layerflow.server.planner import Opening, plan_direct, plan_step, step_owner
 from layerflow.server.plans import lease_owner
 from layerflow.server.step_check import CheckedStep, check_deadlines, check_step, count_objects
@@ -38,7 +39,7 @@ MOST_MEASURED = 1 << 53
 log = structlog.get_logger("layerflow.server")
 
 
-def open_step(context: ServerContext, session: ClientSession, message: wire.OpenStep) -> Work:
+async def open_step(context: ServerContext, session: ClientSession, message: wire.OpenStep) -> None:
     key = (session.number, message.step)
     if context.driver.is_open(key):
         raise ProtocolError(f"step {message.step} is already open")
@@ -60,7 +61,7 @@ def open_step(context: ServerContext, session: ClientSession, message: wire.Open
     if message.planned and session.direct:
         raise ProtocolError(f"step {message.step}: a worker that moves bytes past the arena has no plans of it")
     assert session.spec is not None
-    checked = yield from check_step(session.spec, message)
+    checked = await in_slices(check_step(session.spec, message))
     if context.draining and not _of_a_handoff(context, session, checked):
         raise Refused("draining", "the server is shutting down")
     asked = sum(session.open_steps.values()) + checked.nbytes
@@ -121,7 +122,7 @@ def _of_a_handoff(context: ServerContext, session: ClientSession, checked: Check
     )
 
 
-def report(context: ServerContext, session: ClientSession, message: wire.Report) -> Work:
+async def report(context: ServerContext, session: ClientSession, message: wire.Report) -> None:
     for failure in message.failed:
         unlogged = context.log_limit.admit(time.monotonic())
         if unlogged is not None:
@@ -133,7 +134,7 @@ def report(context: ServerContext, session: ClientSession, message: wire.Report)
                 unlogged=unlogged,
             )
     context.driver.time_batches(session.number, message)
-    yield from tell(context, _events(session.number, message))
+    await tell(context, _events(session.number, message))
     for figures in message.figures:
         if not all(0 <= value < MOST_MEASURED for value in msgspec.structs.astuple(figures)[1:]):
             raise ProtocolError(f"step {figures.step}: {figures} cannot have been measured")
@@ -145,8 +146,8 @@ def report(context: ServerContext, session: ClientSession, message: wire.Report)
         context.slow_steps.see(session, figures)
 
 
-def tell(context: ServerContext, events: Iterator[Event]) -> Work:
-    """Tell the core, in slices.
+async def tell(context: ServerContext, events: Iterator[Event]) -> None:
+    """Tell the core.
 
     :raises InvalidTransition: the first impossible event; all others were handled.
     """
@@ -156,7 +157,7 @@ def tell(context: ServerContext, events: Iterator[Event]) -> Work:
             context.driver.handle(*few)
         except InvalidTransition as error:
             refused = refused or error
-        yield
+        await next_turn()
     if refused is not None:
         raise refused
 

@@ -15,7 +15,7 @@ import itertools
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import structlog
 
@@ -24,8 +24,8 @@ from layerflow.observe.logs import LogLimit
 from layerflow.pool.base import NewObject, Owner, Pool
 from layerflow.pool.chunk_index import ChunkIndex
 from layerflow.server.account import Charge
-from layerflow.server.clients import SLICE_S, Work
 from layerflow.server.handoffs.handoff import REMEMBERED, Handoff, HandoffStatistics, HandoffStatus, Prompt, Told, take
+from layerflow.server.mailboxes import SLICE_S, Answer, Slices
 from layerflow.spec import ModelSpec
 from layerflow.system.numbers import ascending
 
@@ -71,38 +71,6 @@ _ENDED = object()
 log = structlog.get_logger("layerflow.server.handoffs")
 
 
-class _Wait:
-    """One client that waits for the next state of a hand-off: told of it, or told at `until`, or ended with its client.
-
-    It refers to nothing that refers to it once it is over: what it keeps is freed at once, without the collector.
-    """
-
-    def __init__(self, handoffs: Handoffs, handoff: Handoff, until: float, then: Told, charge: Charge) -> None:
-        self._handoffs, self._handoff, self._charge = handoffs, handoff, charge
-        self._then: Told | None = then
-        charge.on_end(self._ended)
-        delay = max(0.0, until - time.monotonic())
-        self._timer = asyncio.get_running_loop().call_later(delay, self, handoff)
-
-    def __call__(self, _: Handoff) -> None:
-        """Tell of it, once."""
-        then = self._end()
-        if then is not None:
-            self._charge.release()
-            then(self._handoff)
-
-    def _ended(self) -> None:
-        """The client has ended."""
-        self._end()
-        self._handoffs.no_longer_awaited(self._handoff)
-
-    def _end(self) -> Told | None:
-        then, self._then = self._then, None
-        self._timer.cancel()
-        self._handoff.watchers.pop(self, None)
-        return then
-
-
 class Handoffs:
     """All hand-offs of a server. `now` is monotonic seconds.
 
@@ -132,7 +100,7 @@ class Handoffs:
         self._live: ExpiryHeap[Handoff] = ExpiryHeap()  #: those that are not over, each until it is due; oldest first
         self._foreign: dict[Handoff, None] = {}  # some of whose objects others bring
         self._over: deque[Handoff] = deque()
-        self._returning: deque[Work] = deque()
+        self._returning: deque[Slices[None]] = deque()
         self._returns_later = False
         self._revocable: list[tuple[bool, int, Handoff]] = []  # complete ones, and some that were
         self._waiting: dict[bytes, list[Handoff]] = {}
@@ -198,19 +166,45 @@ class Handoffs:
             self._live.set(known, max(self._live.until(known), until))
         return known
 
-    def wait(self, name: str, until: float, then: Told, charge: Charge) -> None:
-        """Announce a hand-off, and call `then` once: with its next state, or as it is at `until`.
+    async def changed(self, handoff: Handoff, until: float, charge: Charge) -> Handoff:
+        """Wait for a hand-off's next state; at `until` it is as it is.
 
-        :param charge: of the client that waits; released then. Where the client ends first, nothing is told, and what
-            nobody else waits for is forgotten.
+        :param charge: of the client that waits. Where the client ends first, what nobody else waits for, or opens, is
+            forgotten.
         """
-        handoff = self.announce(name, until)
-        handoff.watchers[_Wait(self, handoff, until, then, charge)] = None
+        answer = Answer[Handoff](charge)
+        handoff.watchers[answer.tell] = None
+        timer = None
+        if until < math.inf:
+            delay = max(0.0, until - time.monotonic())
+            timer = asyncio.get_running_loop().call_later(delay, answer.tell, handoff)
+        try:
+            return await answer
+        except GeneratorExit:
+            handoff.watchers.pop(answer.tell, None)
+            if handoff.status is HandoffStatus.ANNOUNCED and not (handoff.watchers or handoff.engine):
+                self._forget(handoff)
+            raise
+        finally:
+            handoff.watchers.pop(answer.tell, None)
+            if timer is not None:
+                timer.cancel()
 
-    def no_longer_awaited(self, handoff: Handoff) -> None:
-        """A client that waited for it has ended: what nobody else waits for, or opens, is forgotten."""
-        if handoff.status is HandoffStatus.ANNOUNCED and not (handoff.watchers or handoff.engine):
-            self._forget(handoff)
+    async def outlast(
+        self, name: str, pending: Callable[[Handoff], bool], until: float, charge: Callable[..., Charge]
+    ) -> Handoff:
+        """The hand-off of this name once it is not `pending` any more; or as it is at `until`.
+
+        :param charge: of what is kept of the message that waits; its `always` = however much is kept already.
+        """
+        handoff = None
+        while True:
+            late = time.monotonic() >= until
+            with charge(always=late) as kept:  # before anything is kept: a name that is announced is
+                handoff = handoff or self.announce(name, until)
+                if late or not pending(handoff):
+                    return handoff
+                handoff = await self.changed(handoff, until, kept)
 
     def watch(self, handoff: Handoff, told: Told) -> None:
         """Tell of its next state, once."""
@@ -241,7 +235,7 @@ class Handoffs:
         lease_s: float,
         due: float,
         charge: Charge,
-    ) -> Generator[None, None, str]:
+    ) -> Slices[str]:
         """Pin what is stored of a prompt and reserve room for the rest, in slices. Why not, else empty.
 
         :param specs: of the engine's workers here, those that hold the same once.
@@ -286,9 +280,7 @@ class Handoffs:
         self._tell(handoff)
         return ""
 
-    def _keep(
-        self, handoff: Handoff, slices: Iterable[Mapping[bytes, NewObject]], most: float
-    ) -> Generator[None, None, str]:
+    def _keep(self, handoff: Handoff, slices: Iterable[Mapping[bytes, NewObject]], most: float) -> Slices[str]:
         """Keep these objects for a hand-off that is being opened. Why they cannot be, else empty."""
         objects: list[Mapping[bytes, NewObject]] = []
         fixed = self._kept_open.nbytes
@@ -532,7 +524,7 @@ class Handoffs:
         why = f"hand-off {handoff.name!r} is refused: {why}"
         self._later(self._give_all_back(taken, why, was_open=True, waiting=handoff))
 
-    def _give_all_back(self, handoff: Handoff, why: str, *, was_open: bool, waiting: Handoff) -> Work:
+    def _give_all_back(self, handoff: Handoff, why: str, *, was_open: bool, waiting: Handoff) -> Slices[None]:
         """Pins, and room that is reserved, return to the arena; the client that opened it is not charged any more.
 
         :param waiting: as whom it waits for its objects.
@@ -562,7 +554,7 @@ class Handoffs:
         if handoff.charge is not None:
             handoff.charge.release()
 
-    def _uncount(self, objects: Mapping[bytes, NewObject]) -> Work:
+    def _uncount(self, objects: Mapping[bytes, NewObject]) -> Slices[None]:
         """These are complete; nothing takes any of them away meanwhile, for that is done behind this."""
         left = iter(objects.items())
         while piece := dict(itertools.islice(left, PIECE)):
@@ -578,7 +570,7 @@ class Handoffs:
         """Is some of what hand-offs kept that are over still to be given back?"""
         return bool(self._returning)
 
-    def _later(self, work: Work) -> None:
+    def _later(self, work: Slices[None]) -> None:
         """Do this behind what is given back already: now, if it is little, else in turns with the rest of the loop."""
         self._returning.append(work)
         if len(self._returning) == 1 and not self._returns_later:
@@ -597,7 +589,7 @@ class Handoffs:
                 self._returns_later = True
                 self._soon(self._return_some)
 
-    def _return_all(self) -> Work:
+    def _return_all(self) -> Slices[None]:
         """Who needs room takes part in giving it back."""
         while self._returning:
             self._return_piece()

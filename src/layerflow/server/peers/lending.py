@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import itertools
 import math
 import secrets
@@ -31,9 +32,10 @@ from layerflow.observe.logs import LogLimit
 from layerflow.pool.base import Located, Pool
 from layerflow.server.account import Refused
 from layerflow.server.arrivals import Follows
-from layerflow.server.clients import Address, Reader, Sessions, Turns, Work
+from layerflow.server.clients import Address, Reader, Sessions
 from layerflow.server.handoffs.handoff import Handoff, HandoffStatus, model_mismatch
 from layerflow.server.handoffs.registry import Handoffs
+from layerflow.server.mailboxes import Mailboxes, Work, at_once, next_turn
 from layerflow.server.tier.host import HostProcess
 from layerflow.spec import GroupSpec, ModelSpec, Shard
 from layerflow.system.numbers import ascending
@@ -428,6 +430,7 @@ class OwnSizes:
 KEYS_PER_SLICE = 256
 """Keys of a lookup that are pinned before another client may get its turn."""
 
+Handle = Callable[[Reader, wire.ToServer], Work]
 ENDING = (wire.PeerRelease, wire.PeerEndHandoff, wire.PeerReleaseHandoff, wire.Bye)
 """Small messages that end something: they are taken however much a reader keeps."""
 
@@ -451,10 +454,10 @@ class Lending:
         handoffs: Handoffs,
         follows: Follows,
         sessions: Sessions,
-        turns: Turns,
+        mailboxes: Mailboxes,
     ) -> None:
         self._settings, self._pool, self._view, self._send, self._models = settings, pool, view, send, models
-        self._turns = turns
+        self._mailboxes = mailboxes
         self._arena_bytes = arena[1]
         self.incarnation = secrets.token_bytes(wire.INCARNATION_BYTES)
         self._handoffs, self._sessions = handoffs, sessions
@@ -500,30 +503,26 @@ class Lending:
         """A worker of this model has attached: readers of other sizes can use what it stores."""
         self._sizes.learn(spec)
 
-    def hear(self, reader: Reader, message: wire.ToServer, work: Work, nbytes: int) -> None:
-        """Do `work` for a reader's message, behind what it has asked before.
+    def hear(self, reader: Reader, message: wire.ToServer, handle: Handle, nbytes: int) -> None:
+        """Let `handle` do what a reader's message asks, behind what it has asked before.
+
+        What cannot be done is answered, and costs it nothing else.
 
         :param nbytes: of the message.
         """
+        guarded = self._guarded(reader, message, handle)
         if isinstance(message, wire.PeerBeat):  # it waits for nothing: silence is what it is to tell from
-            for _ in self._guarded(reader, message, work):
-                pass
+            at_once(guarded)
             return
-        self.start(reader, message, work, nbytes, always=isinstance(message, ENDING))
-
-    def start(
-        self, reader: Reader, message: wire.ToServer, work: Work, nbytes: int = 0, *, always: bool = False
-    ) -> None:
-        """Do work for a reader's message in its turn; what cannot be done is answered, and costs it nothing else."""
         try:
-            self._turns.start(reader.account, self._guarded(reader, message, work), nbytes, always=always)
+            self._mailboxes.start(reader.account, guarded, nbytes, always=isinstance(message, ENDING))
         except Refused as error:
             self.refuse(reader, message, error)
 
-    def _guarded(self, reader: Reader, message: wire.ToServer, work: Work) -> Work:
+    async def _guarded(self, reader: Reader, message: wire.ToServer, handle: Handle) -> None:
         try:
             reader.rights.check(message)
-            yield from work
+            await handle(reader, message)
         except LayerflowError as error:
             self.refuse(reader, message, error)
         except Exception as error:
@@ -536,14 +535,14 @@ class Lending:
         why = str(error) if isinstance(error, LayerflowError) else f"{type(error).__name__}: {error}"
         self.tell(reader, wire.Problem(getattr(message, "id", -1), "refused", why))
 
-    def handle(self, reader: Reader, message: wire.ToServer) -> Work:
-        """A message of a reader, in slices.
+    async def handle(self, reader: Reader, message: wire.ToServer) -> None:
+        """Do what a reader asks for.
 
         :raises ProtocolError: it cannot be done; nothing has changed.
         """
         match message:
             case wire.PeerLookup():
-                yield from self._look_up(reader, message)
+                await self._look_up(reader, message)
             case wire.PeerRelease():
                 if message.lease in reader.leases:
                     self._end(self._leases[message.lease])
@@ -618,7 +617,7 @@ class Lending:
 
     # Leases --------------------------------------------------------------------------------------
 
-    def _look_up(self, reader: Reader, message: wire.PeerLookup) -> Work:
+    async def _look_up(self, reader: Reader, message: wire.PeerLookup) -> None:
         peers, server = self._settings().peers, self._settings().server
         if message.incarnation != self.incarnation:
             raise ProtocolError("this lookup is for a server that was here before; attach again")
@@ -628,50 +627,34 @@ class Lending:
             raise ProtocolError(f"peers.max_leases = {peers.max_leases} leases are held; release some")
         reader.lookups += 1
         if not message.handoff:
-            yield from self._lend(reader, message, None, "")
+            await self._lend(reader, message, None, "")
         elif not 0 < message.wait_ms <= server.max_deadline_s * 1e3:
             raise ProtocolError(f"wait_ms = {message.wait_ms} should be 1 to server.max_deadline_s")
         else:
             until = time.monotonic() + message.wait_ms / 1e3
-            yield from self._hand_off(reader, message, until)
+            await self._hand_off(reader, message, until)
 
-    def _hand_off(self, reader: Reader, message: wire.PeerLookup, until: float, told: Handoff | None = None) -> Work:
-        """Answer once the hand-off is more than announced.
-
-        :param told: the hand-off that was waited for; None = it is looked for by its name.
-        """
-        now = time.monotonic()
-        # Counted before anything is kept: a name that is announced is.
-        charge = reader.account.charge(
-            f"a lookup that waits for hand-off {message.handoff!r}",
-            len(message.keys) + len(message.handoff),
-            always=now >= until,
-        )
-        handoff = told or self._handoffs.announce(message.handoff, until)
-        if handoff.status is HandoffStatus.ANNOUNCED and now < until:
-
-            def go_on(told: Handoff) -> None:
-                self.start(reader, message, self._hand_off(reader, message, until, told), always=True)
-
-            self._handoffs.wait(message.handoff, until, go_on, charge)
-            return
-        charge.release()
+    async def _hand_off(self, reader: Reader, message: wire.PeerLookup, until: float) -> None:
+        """Answer once the hand-off is more than announced."""
+        what = f"a lookup that waits for hand-off {message.handoff!r}"
+        charge = functools.partial(reader.account.charge, what, len(message.keys) + len(message.handoff))
+        handoff = await self._handoffs.outlast(message.handoff, _is_announced, until, charge)
         if handoff.status.readable:
-            self._handoffs.claim(handoff, now, message.lease_ms / 1e3)
-            yield from self._lend(reader, message, handoff.spec, "")
+            self._handoffs.claim(handoff, time.monotonic(), message.lease_ms / 1e3)
+            await self._lend(reader, message, handoff.spec, "")
         else:
-            yield from self._lend(reader, message, None, handoff.story(), failed=True)
+            await self._lend(reader, message, None, handoff.story(), failed=True)
 
-    def _lend(
+    async def _lend(
         self, reader: Reader, message: wire.PeerLookup, storing: ModelSpec | None, reason: str, *, failed: bool = False
-    ) -> Work:
+    ) -> None:
         """Lend what is there, and answer.
 
         :param storing: of the engine whose objects are lent before they are whole, too.
         """
         lease = Lease(next(self._numbers), reader, message.lease_ms / 1e3)
         try:
-            yield from self._take(lease, message, storing, reason, failed=failed)
+            await self._take(lease, message, storing, reason, failed=failed)
         except BaseException:
             # Whatever went wrong, a reader that was not answered has nothing.
             if lease.state is LeaseState.LENT:
@@ -680,9 +663,9 @@ class Lending:
                 self._free(lease)
             raise
 
-    def _take(
+    async def _take(
         self, lease: Lease, message: wire.PeerLookup, storing: ModelSpec | None, reason: str, *, failed: bool
-    ) -> Work:
+    ) -> None:
         keys = split_keys(message.keys)
         items = list(map(LentItem, keys, itertools.repeat(wire.MISSING)))
         why = ""
@@ -698,7 +681,7 @@ class Lending:
                 if storing is not None:
                     missing = [key for key, at in few.items() if items[at].state == wire.MISSING]
                     coming |= {key: few[key] for key in missing if self._pool.writer(key) is not None}
-                yield
+                await next_turn()
         # From here on in one go: what is told of objects that are being stored has to be so when it is told.
         if storing is not None and coming:
             for key, pending in self._open.lend(lease, coming, storing).items():
@@ -799,3 +782,7 @@ class Lending:
                 self.exporting.endpoints(reader.link_name),
             ),
         )
+
+
+def _is_announced(handoff: Handoff) -> bool:
+    return handoff.status is HandoffStatus.ANNOUNCED

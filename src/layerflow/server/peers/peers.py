@@ -20,8 +20,9 @@ from layerflow.flow.events import Event
 from layerflow.observe.collectors import PeerStatistics
 from layerflow.pool.base import Pool
 from layerflow.server.arrivals import Follows
-from layerflow.server.clients import Address, Sessions, Turns
+from layerflow.server.clients import Address, Sessions
 from layerflow.server.handoffs.registry import Handoffs
+from layerflow.server.mailboxes import Mailboxes
 from layerflow.server.peers.attachment import Attachment, PeerTarget
 from layerflow.server.peers.handoffs import HandoffReading
 from layerflow.server.peers.lending import Lending
@@ -81,7 +82,7 @@ class Peers:
     :param send: to a client of the control sockets. :param emit: gives events to the core.
     :param numbers: of fetches, shared with the tier's and with follows, and of everything that peers are asked.
     :param storing: hand-offs, and what is followed.
-    :param sessions: of readers, among those of clients. :param turns: likewise.
+    :param sessions: of readers, among those of clients. :param mailboxes: likewise.
     :raises ConfigError: a tcp peer is named, and this server has no key of its own.
     """
 
@@ -99,7 +100,7 @@ class Peers:
         numbers: Iterator[int],
         storing: tuple[Handoffs, Follows],
         sessions: Sessions,
-        turns: Turns,
+        mailboxes: Mailboxes,
     ) -> None:
         self._settings, self._context, self._send = settings, context, send
         self.incarnation = secrets.token_bytes(INCARNATION_BYTES)
@@ -107,7 +108,7 @@ class Peers:
         peers = settings().peers
         self.lending: Lending | None = None
         if peers.serve:
-            self.lending = Lending(settings, pool, arena, view, models, send, *storing, sessions, turns)
+            self.lending = Lending(settings, pool, arena, view, models, send, *storing, sessions, mailboxes)
         self.source: PeerSource | None = None
         self.reading: HandoffReading | None = None
         self.parts = HandoffParts(storing[0], numbers)

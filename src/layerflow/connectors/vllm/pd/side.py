@@ -38,8 +38,9 @@ from layerflow.keys import Chain
 from layerflow.spec import ModelSpec, model_facts
 
 if TYPE_CHECKING:
+    from layerflow.agent.client import Inquiry
     from layerflow.agent.control import Control
-    from layerflow.agent.lookups import Inquiry, Lookups
+    from layerflow.agent.lookups import Lookups
 
 
 # ``GET /query`` of a prefill engine, for routers that ask for its name and decode engines that ask for its servers.

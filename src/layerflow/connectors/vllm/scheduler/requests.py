@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from layerflow.agent.lookups import Inquiry
+from layerflow.agent.client import Inquiry
 from layerflow.agent.values import MISS, Hit
 from layerflow.connectors.vllm.pd.side import Handoff
 from layerflow.keys import Chain

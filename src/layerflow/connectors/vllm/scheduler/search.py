@@ -11,7 +11,8 @@ from layerflow.connectors.vllm.pd.side import HandoffSide
 from layerflow.connectors.vllm.scheduler.requests import Tracked
 
 if TYPE_CHECKING:
-    from layerflow.agent.lookups import Inquiry, Lookups
+    from layerflow.agent.client import Inquiry
+    from layerflow.agent.lookups import Lookups
 
 STALE_S = 1.0
 """A lookup's answer is used for so long; leases live longer."""

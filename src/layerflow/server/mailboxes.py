@@ -1,0 +1,195 @@
+"""Each client's messages one after the other, long ones in slices, so that no message holds the server's loop.
+
+A message is a coroutine, driven here and by no task. It stops every half millisecond or so (:func:`next_turn`): other
+clients' messages, timers and descriptors get their turn between two slices. What a client sends while one of its
+messages is not finished waits behind it. A message that waits for an :class:`Answer` steps aside: the client's next
+ones are handled meanwhile, and it goes on, in its client's turn, once it has been told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import types
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from layerflow.server.account import Account, Charge, Refused
+
+T = TypeVar("T")
+
+SLICE_S = 0.0005
+"""How long one client's message may run before another gets its turn, in seconds."""
+
+MAX_WAITING = 1024
+"""Messages that one client may have waiting behind one that is not finished."""
+
+Work = Coroutine[Any, Any, None]
+"""What a message asks for: `async`, awaiting nothing but what this module has."""
+
+Slices = Generator[None, None, T]
+"""Long work that stops now and then and waits for nothing; a message awaits it with :func:`in_slices`."""
+
+
+@types.coroutine
+def next_turn() -> Slices[None]:
+    """A place where another client may get its turn."""
+    yield
+
+
+@types.coroutine
+def in_slices(work: Slices[T]) -> Slices[T]:
+    """Do long work within a message: where it stops, another client may get its turn."""
+    return (yield from work)
+
+
+def at_once(work: Work) -> None:
+    """Do all of a message now, which stops nowhere and waits for nothing."""
+    try:
+        work.send(None)
+    except StopIteration:
+        return
+    work.close()
+    raise AssertionError(f"{work!r} stopped, and was to be done at once")
+
+
+class Answer(Generic[T]):
+    """What a message waits for, told once, perhaps before it is awaited; what is told later is ignored.
+
+    :param charge: of what is kept of the message meanwhile. Where the client ends before it is released, the message is
+        closed where it stands: its ``finally`` clauses undo what it has begun.
+    """
+
+    def __init__(self, charge: Charge) -> None:
+        self._charge = charge
+        self._told: list[T] = []
+        self._go_on: Callable[[], None] | None = None
+
+    def tell(self, told: T) -> None:
+        """The message goes on with this, now or behind what its client has waiting."""
+        if not self._told:
+            self._told.append(told)
+            if self._go_on is not None:
+                self._go_on()
+
+    def __await__(self) -> Generator[Answer[T], None, T]:
+        try:
+            if not self._told:
+                yield self
+        finally:
+            self._go_on = None  # it refers to the message, which refers to this: nothing waits for the collector
+            self._charge.on_end(None)
+        return self._told[0]
+
+    def _park(self, work: Work, go_on: Callable[[], None]) -> None:
+        """The message has stopped here."""
+        self._go_on = go_on
+        self._charge.on_end(work.close)
+
+
+@dataclass(slots=True)
+class _Mailbox:
+    """One client's unfinished messages, oldest first: the work, and what the message that asks for it keeps."""
+
+    waiting: deque[tuple[Work, Charge]] = field(default_factory=deque)
+
+
+class Mailboxes:
+    """What the clients have asked for and is not finished; runs on the running loop."""
+
+    def __init__(self) -> None:
+        self._mailboxes: dict[Account, _Mailbox] = {}
+        self._scheduled = False
+
+    @property
+    def busy(self) -> bool:
+        """Is some message not finished? Those that wait for an answer do not count."""
+        return bool(self._mailboxes)
+
+    def start(self, client: Account, work: Work, nbytes: int = 0, *, always: bool = False) -> None:
+        """Run it now, or behind what this client has waiting.
+
+        :param work: handles its own exceptions; closed unfinished when the client is lost.
+        :param nbytes: of the message that asks for it.
+        :param always: however much waits: it goes on with what has begun, or lets something end.
+        :raises Refused: it would have to wait, and there is no room for that.
+        """
+        mailbox = self._mailboxes.get(client)
+        if mailbox is None:
+            if self._run(client, work, time.monotonic() + SLICE_S):
+                return
+            if client.closed:
+                work.close()
+                return
+            mailbox, always = self._mailboxes.setdefault(client, _Mailbox()), True
+        elif len(mailbox.waiting) >= MAX_WAITING and not always:
+            work.close()
+            raise Refused("quota", f"{MAX_WAITING} of this client's messages wait to be handled; send them more slowly")
+        try:
+            charge = client.charge("a message that waits to be handled", nbytes, always=always)
+        except Refused:
+            work.close()
+            raise
+        mailbox.waiting.append((work, charge))
+        self._schedule()
+
+    def forget(self, client: Account) -> None:
+        """The client is gone: what it has waiting is closed."""
+        mailbox = self._mailboxes.pop(client, None)
+        if mailbox is None:
+            return
+        for work, charge in mailbox.waiting:
+            charge.release()
+            if not work.cr_running:  # type: ignore[attr-defined]
+                work.close()
+
+    def _go_on(self, client: Account, work: Work) -> None:
+        """A message has been told what it waited for."""
+        if not client.closed:  # else the end of its charge closes it
+            self.start(client, work, always=True)
+
+    def _schedule(self) -> None:
+        if not self._scheduled and self._mailboxes:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._turn)
+
+    def _turn(self) -> None:
+        """One slice of the client whose turn it is; the next one's follows on the loop's next round."""
+        self._scheduled = False
+        if not self._mailboxes:
+            return
+        client, mailbox = next(iter(self._mailboxes.items()))
+        until = time.monotonic() + SLICE_S
+        try:
+            while True:
+                work, charge = mailbox.waiting[0]
+                finished = True  # also where it raises
+                try:
+                    finished = self._run(client, work, until)
+                finally:
+                    if finished:
+                        mailbox.waiting.popleft()
+                        charge.release()
+                if not mailbox.waiting or time.monotonic() >= until:
+                    break
+        finally:
+            if self._mailboxes.get(client) is mailbox:  # not lost meanwhile
+                del self._mailboxes[client]
+                if mailbox.waiting:
+                    self._mailboxes[client] = mailbox  # behind the others
+            self._schedule()
+
+    def _run(self, client: Account, work: Work, until: float) -> bool:
+        """Run until `until` (monotonic seconds); whether it has finished, or waits for an answer."""
+        try:
+            while True:
+                answer = work.send(None)
+                if answer is not None:
+                    answer._park(work, lambda: self._go_on(client, work))
+                    return True
+                if time.monotonic() >= until:
+                    return False
+        except StopIteration:
+            return True

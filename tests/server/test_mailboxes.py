@@ -1,0 +1,173 @@
+"""Messages in slices: in order for each client, in turn between clients, closed unfinished when a client is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Callable
+
+import pytest
+
+from layerflow.server import mailboxes
+from layerflow.server.account import Account, Accounts, Allowance, Refused
+from layerflow.server.mailboxes import MAX_WAITING, Answer, Mailboxes, next_turn
+
+
+async def work(log: list[str], name: str, slices: int) -> None:
+    try:
+        for number in range(slices):
+            log.append(f"{name}{number}")
+            await next_turn()
+        log.append(f"{name}.")
+    except GeneratorExit:
+        log.append(f"{name} closed")
+        raise
+
+
+Open = Callable[[int], Account]
+SHARE = 64 << 20
+
+
+@pytest.fixture
+def account() -> Open:
+    """The account of a client, by its number."""
+    return Accounts(lambda: Allowance(SHARE, 1 << 30)).of
+
+
+async def run(pending: Mailboxes) -> None:
+    while pending.busy:  # noqa: ASYNC110 - the loop itself is what is tested
+        await asyncio.sleep(0)
+
+
+async def test_a_short_message_is_done_at_once(account: Open) -> None:
+    log: list[str] = []
+    pending = Mailboxes()
+    pending.start(account(1), work(log, "a", 0))
+    assert log == ["a."]
+    assert not pending.busy
+
+
+async def test_clients_take_turns_and_each_stays_in_order(monkeypatch: pytest.MonkeyPatch, account: Open) -> None:
+    monkeypatch.setattr(mailboxes, "SLICE_S", 0.0)  # a slice ends at the first stop
+    log: list[str] = []
+    pending = Mailboxes()
+    pending.start(account(1), work(log, "a", 3))
+    pending.start(account(1), work(log, "b", 0))
+    pending.start(account(2), work(log, "c", 1))
+    assert log == ["a0", "c0"], "what one client sends waits behind its own message, not behind another's"
+    await run(pending)
+    assert [entry for entry in log if entry[0] in "ab"] == ["a0", "a1", "a2", "a.", "b."]
+    assert log.index("c.") < log.index("a."), "the short message of another client did not wait for the long one"
+
+
+async def test_a_lost_client_s_messages_are_closed(monkeypatch: pytest.MonkeyPatch, account: Open) -> None:
+    monkeypatch.setattr(mailboxes, "SLICE_S", 0.0)
+    log: list[str] = []
+    pending = Mailboxes()
+    pending.start(account(1), work(log, "a", 3))
+    pending.forget(account(1))
+    assert log == ["a0", "a closed"]
+    assert not pending.busy
+
+
+async def test_a_message_that_raises_costs_only_itself(monkeypatch: pytest.MonkeyPatch, account: Open) -> None:
+    monkeypatch.setattr(mailboxes, "SLICE_S", 0.0)
+    caught: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: caught.append(context["exception"]))
+
+    async def broken() -> None:
+        await next_turn()
+        raise KeyError("a bug")
+
+    log: list[str] = []
+    pending = Mailboxes()
+    pending.start(account(1), broken())
+    pending.start(account(1), work(log, "b", 0))
+    monkeypatch.setattr(mailboxes, "SLICE_S", 1.0)
+    await asyncio.wait_for(run(pending), 10)
+    assert [type(error) for error in caught] == [KeyError]
+    assert log == ["b."]
+
+
+async def test_what_may_wait_is_bounded(monkeypatch: pytest.MonkeyPatch, account: Open) -> None:
+    monkeypatch.setattr(mailboxes, "SLICE_S", 0.0)
+    pending = Mailboxes()
+    pending.start(account(1), work([], "a", 1), 1)
+    with pytest.raises(Refused, match=r"server\.max_client_bytes"):
+        pending.start(account(1), work([], "b", 0), SHARE)
+    pending.start(account(2), work([], "b", 0), SHARE)
+    for _ in range(MAX_WAITING - 1):
+        pending.start(account(1), work([], "c", 0))
+    with pytest.raises(Refused, match=f"{MAX_WAITING} of this client's messages wait"):
+        pending.start(account(1), work([], "d", 0))
+    pending.start(account(1), work([], "what ends something", 0), always=True)
+    pending.forget(account(1))
+    assert account(1).nbytes == account(1).entries == 0
+
+
+async def wait(log: list[str], name: str, account: Account, answers: list[Answer[str]]) -> None:
+    with account.charge(name, 10) as charge:
+        answers.append(Answer[str](charge))
+        try:
+            log.append(f"{name} {await answers[-1]}")
+        except GeneratorExit:
+            log.append(f"{name} closed")
+            raise
+
+
+async def test_what_waits_for_an_answer_holds_up_nothing_else_of_its_client(account: Open) -> None:
+    log: list[str] = []
+    answers: list[Answer[str]] = []
+    pending = Mailboxes()
+    pending.start(account(1), wait(log, "a", account(1), answers))
+    pending.start(account(1), work(log, "b", 0))
+    assert log == ["b."]
+    assert not pending.busy and account(1).entries == 1
+    answers[0].tell("told")
+    answers[0].tell("told twice")
+    assert log == ["b.", "a told"]
+    assert account(1).nbytes == account(1).entries == 0
+
+
+async def test_an_answer_goes_on_behind_what_its_client_has_waiting(
+    monkeypatch: pytest.MonkeyPatch, account: Open
+) -> None:
+    monkeypatch.setattr(mailboxes, "SLICE_S", 0.0)
+    log: list[str] = []
+    answers: list[Answer[str]] = []
+    pending = Mailboxes()
+    pending.start(account(1), wait(log, "a", account(1), answers))
+    pending.start(account(1), work(log, "b", 2))
+    answers[0].tell("told")
+    assert log == ["b0"]
+    await run(pending)
+    assert log == ["b0", "b1", "b.", "a told"]
+
+
+async def test_an_answer_that_was_told_before_it_is_awaited_is_there_at_once(account: Open) -> None:
+    log: list[str] = []
+
+    async def told() -> None:
+        answer = Answer[str](account(1).charge("a"))
+        answer.tell("first")
+        log.append(await answer)
+
+    Mailboxes().start(account(1), told())
+    assert log == ["first"]
+
+
+async def test_what_waits_is_closed_with_its_client_and_nothing_of_it_is_left() -> None:
+    accounts = Accounts(lambda: Allowance(SHARE, 1 << 30))
+    log: list[str] = []
+    answers: list[Answer[str]] = []
+    pending, client = Mailboxes(), accounts.of(1)
+    pending.start(client, wait(log, "a", client, answers))
+    pending.forget(client)
+    accounts.close(1)
+    assert log == ["a closed"]
+    assert client.nbytes == client.entries == 0
+    gone = weakref.ref(answers[0])
+    answers[0].tell("too late")
+    answers.clear()
+    assert log == ["a closed"]
+    assert gone() is None, "it waits for no garbage collector"
