@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
@@ -59,16 +60,15 @@ async def serve(
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_on_signals, signals, shutdown, tasks.cancel_scope)
             if settings.server.http_port >= 0:
-                tasks.start_soon(
+                serve = functools.partial(
                     serve_http,
-                    settings.server.http_host,
-                    settings.server.http_port,
-                    server.status,
-                    server.metrics_text,
-                    server.health,
-                    http_started,
-                    served,
+                    status=server.status,
+                    metrics=server.metrics_text,
+                    health=server.health,
+                    started=http_started,
+                    shutdown=served,
                 )
+                tasks.start_soon(serve, settings.server.http_host, settings.server.http_port)
                 await http_open.wait()
             if path is not None:
 

@@ -125,6 +125,7 @@ def find_hit(
     root: bytes,
     digests: list[bytes],
     tokens: int,
+    *,
     own: bytes = b"",
     blocks: BlockDigests = NO_BLOCKS,
 ) -> HitLength:
@@ -137,7 +138,7 @@ def find_hit(
     :param own: digest of what the full chunks leave of the prompt; empty = nothing, or unknown.
     :param blocks: of the chunk in which the hit may end, or of more.
     """
-    search = search_hit(pool, spec, root, digests, tokens, own, blocks)
+    search = search_hit(pool, spec, root, digests, tokens, own=own, blocks=blocks)
     while True:
         try:
             next(search)
@@ -152,6 +153,7 @@ def search_hit(
     root: bytes,
     digests: list[bytes],
     tokens: int,
+    *,
     own: bytes = b"",
     blocks: BlockDigests = NO_BLOCKS,
 ) -> Generator[None, None, HitLength]:
@@ -183,7 +185,9 @@ def search_hit(
         offered = {tail.digest for tail in tails}
         # The prompt's block digests find those that begin as it does: no other need be looked at.
         undigested = bool(blocks.of(chunk))
-        for tail, stored in _tails(pool, spec, parent, room, own if chunk == len(digests) else b"", undigested):
+        for tail, stored in _tails(
+            pool, spec, parent, room=room, own=own if chunk == len(digests) else b"", undigested=undigested
+        ):
             tried += len(rules) * len(spec.shard.peers())
             if tried >= SLICE_KEYS:
                 yield
@@ -197,12 +201,14 @@ def search_hit(
             tried = 0
         hit = _usable(spec, (chunk - 1) * spec.chunk_tokens, spec.chunk_tokens, tokens) if chunk else 0
         if hit and _satisfied(rules, missing, spec.chunk_tokens, hit, upto=chunk):
-            return HitLength(hit, tuple(tails), _has_drafts(pool, whole, digests, hit, tails, tokens), keys)
-    return HitLength(0, tuple(tails), _has_drafts(pool, whole, digests, 0, tails, tokens), keys)
+            return HitLength(
+                hit, tuple(tails), _has_drafts(pool, whole, digests, hit=hit, tails=tails, tokens=tokens), keys
+            )
+    return HitLength(0, tuple(tails), _has_drafts(pool, whole, digests, hit=0, tails=tails, tokens=tokens), keys)
 
 
 def _has_drafts(
-    pool: LookupSource, spec: ModelSpec, digests: list[bytes], hit: int, tails: Sequence[Tail], tokens: int
+    pool: LookupSource, spec: ModelSpec, digests: list[bytes], *, hit: int, tails: Sequence[Tail], tokens: int
 ) -> bool:
     if not spec.shard.drafts or not (hit or tails):
         return False
@@ -331,7 +337,7 @@ def _keys(spec: ModelSpec, digest: bytes) -> list[bytes]:
 
 
 def _tails(
-    pool: LookupSource, spec: ModelSpec, parent: bytes, room: int, own: bytes, undigested: bool
+    pool: LookupSource, spec: ModelSpec, parent: bytes, *, room: int, own: bytes, undigested: bool
 ) -> Iterator[tuple[tuple[int, bytes], bool]]:
     """Tails after `parent` of at most `room` tokens, longest first, and whether every group and shard has them.
 

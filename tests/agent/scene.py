@@ -47,7 +47,7 @@ class Scene:
             deadline=deadline,
             save_deadline=deadline,
             device=device or device_for("cpu"),
-            attend=self._attend,
+            pump=self._attend,
             on_fenced=lambda _, reason: self.fenced.append(reason),
             on_closed=lambda _, ok: self.closed.append(ok),
         )

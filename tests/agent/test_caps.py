@@ -201,7 +201,9 @@ def test_a_small_window_costs_no_more_messages(monkeypatch: pytest.MonkeyPatch) 
         dispatcher = worker.agent._dispatcher
         lanes = dispatcher.lanes
         monkeypatch.setattr(
-            dispatcher, "heard", lambda message: (heard.append(message), Dispatcher.heard(dispatcher, message))
+            dispatcher,
+            "message_received",
+            lambda message: (heard.append(message), Dispatcher.message_received(dispatcher, message)),
         )
         monkeypatch.setattr(lanes.load, "_told", lambda: (told.append(None), lanes._loaded_some()))
         with recorded() as calls:

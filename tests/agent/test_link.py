@@ -21,13 +21,13 @@ def link_of(worker: KnownWorker) -> Link:
 def heard_on(link: Link, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """The kind of every message that the agent hears from now on, and on which thread."""
     heard: list[tuple[str, int]] = []
-    hear = link._listener.heard
+    hear = link._listener.message_received
 
     def noted(message: Any) -> None:
         heard.append((type(message).__name__, threading.get_ident()))
         hear(message)
 
-    monkeypatch.setattr(link._listener, "heard", noted)
+    monkeypatch.setattr(link._listener, "message_received", noted)
     return heard
 
 
@@ -56,13 +56,13 @@ def test_a_report_leaves_on_the_thread_that_tells_or_is_left_to_the_link(
         monkeypatch.setattr(link, "_flush", lambda dealer: (reported.append(threading.get_ident()), flush(dealer)))
 
         def told_here() -> bool:
-            link.tell()
+            link.flush()
             return threading.get_ident() in reported
 
         assert eventually(told_here)
         with link._turn:
             reported.clear()
-            link.tell()
+            link.flush()
             assert threading.get_ident() not in reported
         assert eventually(lambda: link._thread.ident in reported)
 
@@ -73,7 +73,7 @@ def test_where_the_link_is_at_it_a_message_is_left_to_it(embed: Embed, monkeypat
         heard = heard_on(link, monkeypatch)
         with link._turn:
             link.send(StatusRequest(1))
-            link.attend()
+            link.pump()
             assert link._outbox and "Status" not in {kind for kind, _ in heard}
         assert eventually(lambda: ("Status", link._thread.ident) in heard)
 
@@ -107,7 +107,7 @@ def test_what_has_come_is_heard_on_the_thread_that_attends(embed: Embed, monkeyp
             nonlocal number
             number += 1
             link.send(StatusRequest(number))
-            link.attend()
+            link.pump()
             return any(thread == mine for _, thread in heard)
 
         assert eventually(asked_and_heard_here)
@@ -131,7 +131,7 @@ def test_what_goes_wrong_on_another_thread_ends_the_attachment_and_not_that_thre
             read(dealer)
 
         def attended() -> bool:
-            link.attend()
+            link.pump()
             return failed
 
         monkeypatch.setattr(link, "_read", fail_here)

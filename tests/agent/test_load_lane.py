@@ -23,8 +23,8 @@ def lane() -> LoadLane:
 def task(*, all_granted: bool = False) -> CopyTask:
     step: Any = SimpleNamespace(frontier=0, fenced="", all_granted=all_granted)
     batch: Any = SimpleNamespace(layer=0, nbytes=1, gate=-1)
-    news: Any = object()
-    return CopyTask(batch, step, object.__new__(CpuCopier), EmulatedLink(0, 0), news=news)
+    report: Any = object()
+    return CopyTask(batch, step, object.__new__(CpuCopier), EmulatedLink(0, 0), report=report)
 
 
 def end_one(lane: LoadLane) -> bool:

@@ -31,7 +31,7 @@ class FakeStep:
 def loads(step: FakeStep, layers: int, blocks: int, size: int, over: list[PlannedLoads] | None = None) -> PlannedLoads:
     told = over if over is not None else []
     shape = [LayerShape(layer, 0, size) for layer in range(layers)]
-    return PlannedLoads(step, shape, {0: blocks}, None, EmulatedLink(0, 0), told.append)  # type: ignore[arg-type]
+    return PlannedLoads(step, shape, {0: blocks}, copier=None, link=EmulatedLink(0, 0), over=told.append)  # type: ignore[arg-type]
 
 
 def end(queue: PlannedQueue, tasks: list[CopyTask], failure: str = "") -> None:

@@ -56,7 +56,7 @@ def gate(lane: SaveLane, step: Pass, nbytes: int = SMALL, *, gbps: float = 0.0, 
     copier, link = object.__new__(on), EmulatedLink(gbps, 0)
     for layer in range(LAYERS):
         batch: Any = SimpleNamespace(layer=layer, nbytes=nbytes, lo=0, hi=1)
-        lane._gated.append(CopyTask(batch, step, copier, link, news=None))  # type: ignore[arg-type]
+        lane._gated.append(CopyTask(batch, step, copier, link, report=None))  # type: ignore[arg-type]
 
 
 def leaving(lane: SaveLane) -> list[int]:
@@ -166,7 +166,7 @@ def test_the_end_of_a_pass_is_told_although_another_pass_is_under_way() -> None:
         gate(lane, running)
         over.closed = True
         job = lane._gated[0]
-        lane._report(CopyTask(job.batch, over, job.copier, job.link, news=None), "", None)  # type: ignore[arg-type]
+        lane._report(CopyTask(job.batch, over, job.copier, job.link, report=None), "", None)  # type: ignore[arg-type]
         lane.wake()
         assert told.wait(20)
         told.clear()

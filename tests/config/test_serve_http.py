@@ -22,7 +22,15 @@ async def serving(host="127.0.0.1", port=0, status=lambda: STATUS):
     state = SimpleNamespace(health=HEALTH, shutdown=anyio.Event())
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(
-        serve_http(host, port, status, lambda: METRICS, lambda: state.health, url.set_result, state.shutdown)
+        serve_http(
+            host,
+            port,
+            status=status,
+            metrics=lambda: METRICS,
+            health=lambda: state.health,
+            started=url.set_result,
+            shutdown=state.shutdown,
+        )
     )
     await asyncio.wait({task, url}, return_when=asyncio.FIRST_COMPLETED)
     if task.done():
@@ -118,7 +126,15 @@ async def test_a_host_that_is_not_ours_is_said_clearly():
 async def test_cancelling_closes_the_listener():
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(
-        serve_http("127.0.0.1", 0, dict, lambda: b"", lambda: True, url.set_result, anyio.Event())
+        serve_http(
+            "127.0.0.1",
+            0,
+            status=dict,
+            metrics=lambda: b"",
+            health=lambda: True,
+            started=url.set_result,
+            shutdown=anyio.Event(),
+        )
     )
     address = httpx.URL(await url)
     task.cancel()

@@ -503,7 +503,7 @@ def test_what_is_read_before_its_layer_asks_is_loaded_before_the_pass() -> None:
     spec = spec_of(MAIN, INDEX)
     loading, plan = tracked(request("r", 150), spec), StepPlan()
     loading.load, loading.hit = (0, 128), Hit(128)
-    plan_load(spec, loading, [np.arange(1, 6)] * 2, 22, plan, {1})
+    plan_load(spec, loading, [np.arange(1, 6)] * 2, 22, plan=plan, early={1})
     assert {part.group for part in plan.loads} == {0}
     assert {part.group for part in plan.tails} == {1}
 

@@ -128,7 +128,7 @@ def planned(spec: ModelSpec, hit: Hit, tables: list[list[int]], tokens: int, sta
     tracked = Tracked(request("r", 150), chain_of(spec), True, True, hit=hit)
     tracked.load = (start, hit.tokens)
     plan = StepPlan()
-    loaded = plan_load(spec, tracked, [np.array(table, dtype=np.int64) for table in tables], tokens, plan)
+    loaded = plan_load(spec, tracked, [np.array(table, dtype=np.int64) for table in tables], tokens, plan=plan)
     assert loaded == hit.tokens - start
     return plan
 

@@ -21,7 +21,7 @@ def start(bench: Bench, *messages: Any) -> list[bytes]:
     def hide(keys: Sequence[bytes]) -> None:
         hidden.extend(keys)
 
-    bench.lane = FetchLane(bench.backend, bench.arena, bench.told.put, bench.backend_calls, hide)
+    bench.lane = FetchLane(bench.backend, bench.arena, bench.told.put, backend_calls=bench.backend_calls, hide=hide)
     for message in messages:
         bench.lane.put(message)
     bench.lane.start()

@@ -17,7 +17,7 @@ from layerflow.agent.values import LoadResult
 from layerflow.flow.commands import Call
 from layerflow.keys import Chain
 from layerflow.server import EmbeddedServer
-from layerflow.server.arrivals import Fetches
+from layerflow.server.incoming import Fetches, IncomingJob
 from layerflow.spec import GroupSpec, ModelSpec, Plane
 from layerflow.wire import codec
 from layerflow.wire.host_messages import Fetched
@@ -92,10 +92,10 @@ def host_calls() -> Iterator[HostCalls]:
     """The calls that servers of this process give to their hosts."""
     seen, obey, heard = HostCalls(), Fetches.obey, Fetches.heard
 
-    def began(self: Fetches, command: Any) -> None:
+    def began(self: Fetches, job: IncomingJob, command: Any) -> None:
         if isinstance(command, Call):
             seen.began(command)
-        obey(self, command)
+        obey(self, job, command)
 
     def ended(self: Fetches, message: Fetched) -> None:
         seen.ended(message.call)

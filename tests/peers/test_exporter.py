@@ -61,7 +61,15 @@ class Exporting:
         self.grants = Grants(self.withdrawn.append, self.arena.nbytes)
         self.ended = threading.Event()
         lender, where = StreamLender(self.arena), ("127.0.0.1", 0)
-        self.links = Links(self.arena, lender, self.grants, where, INCARNATION, EXPORTER_KEY, self.ended.set)
+        self.links = Links(
+            self.arena,
+            lender,
+            self.grants,
+            address=where,
+            incarnation=INCARNATION,
+            exporter_key=EXPORTER_KEY,
+            ended=self.ended.set,
+        )
         self.links.start()
         self.payload = os.urandom(PAYLOAD)
         header = pack_header(KEY, blocks=4, tokens=16, payload=PAYLOAD)

@@ -31,7 +31,15 @@ class Middle:
         self.source, self.target = SharedMemory.create(1 << 20), SharedMemory.create(1 << 20)
         grants = Grants(lambda lease: None, self.source.nbytes)
         lender, where = StreamLender(self.source), ("127.0.0.1", 0)
-        links = Links(self.source, lender, grants, where, b"i" * 16, EXPORTER_KEY, lambda: None)
+        links = Links(
+            self.source,
+            lender,
+            grants,
+            address=where,
+            incarnation=b"i" * 16,
+            exporter_key=EXPORTER_KEY,
+            ended=lambda: None,
+        )
         links.start()
         self.places = []
         for at in range(COUNT):

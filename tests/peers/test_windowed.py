@@ -93,7 +93,15 @@ class Both:
         self.grants = Grants(self.withdrawn.append, nbytes)
         self.lender = WindowLender(unmapped, "127.0.0.1", Local)
         where = ("127.0.0.1", 0)
-        self.links = Links(unmapped, self.lender, self.grants, where, INCARNATION, EXPORTER_KEY, lambda: None)
+        self.links = Links(
+            unmapped,
+            self.lender,
+            self.grants,
+            address=where,
+            incarnation=INCARNATION,
+            exporter_key=EXPORTER_KEY,
+            ended=lambda: None,
+        )
         self.links.start()
         self.source.array[:] = np.random.default_rng(1).integers(0, 256, nbytes, dtype=np.uint8)
         keys, self.places = [], []

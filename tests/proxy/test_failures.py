@@ -407,7 +407,7 @@ async def test_a_call_that_was_given_up_sends_nothing_even_if_its_data_came_in_t
     async with anyio.create_task_group() as tasks:
 
         async def leg():
-            await decode(instance, call, Client(), PrefillUsage(), settings, lambda: None)
+            await decode(instance, call, Client(), usage=PrefillUsage(), settings=settings, first_token=lambda: None)
 
         tasks.start_soon(leg)
         await got.wait()

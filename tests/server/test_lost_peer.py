@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from layerflow.flow.events import Event, IncomingFailed
 from layerflow.pool.base import NewObject
-from layerflow.server.arrivals import Fetches
+from layerflow.server.incoming import IncomingObjects
 from layerflow.server.peers.attachment import Attachment
 from layerflow.server.peers.questions import Offers, RemoteLease
 from layerflow.server.peers.source import PeerSource
@@ -20,14 +20,12 @@ FETCHES = (3, 4, 5)
 class Source:
     """What giving up touches; the core ends all fetches of a load with the first that fails."""
 
-    _is_coming = PeerSource._is_coming
-
     def __init__(self) -> None:
         self.offers = Offers()
         self.failures: Counter[str] = Counter()
         self.lease = RemoteLease(cast(Attachment, None), 1, b"", b"", 10.0, 10.0, fetches=set(FETCHES))
         objects = {number: [NewObject(bytes([number]) * 24, 64, 1, 16)] for number in FETCHES}
-        self.fetches = cast(Fetches, SimpleNamespace(objects_of=objects.__getitem__, coming=lambda key: None))
+        self._incoming = cast(IncomingObjects, SimpleNamespace(positions=lambda number: [*range(len(objects[number]))]))
         self.told: list[Event] = []
         self._objects = objects
 

@@ -23,6 +23,7 @@ from layerflow.pool.base import SharedChunk, Tail
 from layerflow.pool.chunk_index import NO_CHUNKS, ChunkIndex
 from layerflow.pool.memory import MemoryPool
 from layerflow.server.account import Accounts, Allowance, Charge
+from layerflow.server.incoming import IncomingObjects
 from layerflow.server.search import FEW_CHUNKS, ask_tier, view_of_tier
 from layerflow.server.tier import tier as real
 from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
@@ -117,7 +118,7 @@ def found_by(arena: Arena, tier: Tier, spec: ModelSpec, tokens: int) -> frozense
 
 def hit_of(arena: Arena, tier: Tier, spec: ModelSpec, found: frozenset[bytes], tokens: int) -> int:
     digests, _, own = prompt_of(tokens)
-    return find_hit(view_of_tier(arena, tier, found), spec, ROOT, digests, tokens, own).tokens  # type: ignore[arg-type]
+    return find_hit(view_of_tier(arena, tier, found), spec, ROOT, digests, tokens, own=own).tokens  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -189,7 +190,8 @@ def tier(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[real.Tier, list[Ask]
     sent: list[Ask] = []
     with contextlib.closing(PoolArena(1 << 20)) as arena:
         pool, settings = MemoryPool(arena), PoolSettings()
-        tier = real.Tier("disk", {}, settings, pool, (arena.fd, arena.nbytes), lambda events: None)
+        incoming = IncomingObjects(pool, lambda events: None)
+        tier = real.Tier("disk", {}, settings, pool, (arena.fd, arena.nbytes), lambda events: None, incoming)
         monkeypatch.setattr(tier._questions, "_send", lambda ask: sent.append(ask) or True)
         tier.up = True
         yield tier, sent
@@ -242,11 +244,11 @@ def test_of_a_pool_that_lists_nothing_hits_end_at_blocks_of_what_was_written(chu
     tier = Remembering(spec, [stored])
     if gone:
         tier.keys -= {object_key(stored.digests[-1], 0, Shard(1, 2))}
-    asked = lookup_of(1, "r", prompt, 1, spec.block_tokens)
+    asked = lookup_of(1, "r", prompt, lease_ms=1, block_tokens=spec.block_tokens)
     blocks = BlockDigests(asked.blocks_from, asked.block_digests, CHUNK // BLOCK)
     told = prompt.digests, len(prompt), prompt.tail
     answer = told_by(ask_tier(Arena(), tier, spec, told, charge(), blocks=blocks))  # type: ignore[arg-type]
     there = view_of_tier(Arena(), tier, answer)  # type: ignore[arg-type]
-    found = find_hit(there, spec, ROOT, prompt.digests, len(prompt), prompt.tail, blocks)
+    found = find_hit(there, spec, ROOT, prompt.digests, len(prompt), own=prompt.tail, blocks=blocks)
     assert hit_of_prompt(found, prompt, spec).tokens == chunks * CHUNK + (0 if gone else BLOCK)
     assert len(tier.asked) == (1 if chunks < FEW_CHUNKS else 2)

@@ -47,7 +47,7 @@ from layerflow.objects import HEADER_BYTES
 from layerflow.pool.arena import Arena
 from layerflow.pool.base import NewObject
 from layerflow.pool.memory import MemoryPool
-from layerflow.server.arrivals import Fetches
+from layerflow.server.incoming import Fetches, IncomingObjects
 from layerflow.server.tier.writes import Writes
 from layerflow.wire.host_messages import (
     Drop,
@@ -89,7 +89,8 @@ class World:
         self.failed: list[tuple[bytes, int]] = []
         self.written: list[bytes] = []
         self.alive = True
-        self.fetches = Fetches(self.pool, self.send, self.emit, self.fail)
+        self.incoming = IncomingObjects(self.pool, self.emit)
+        self.fetches = Fetches(self.incoming, self.send, self.fail)
         self.writes = Writes(self.pool, self.send, self.emit, lambda one: self.written.append(one.key), self.fail)
         self.batches: list[Submit] = []
         self.saved: dict[tuple[int, int], list[bytes]] = {}
@@ -103,9 +104,9 @@ class World:
                 self.commands.append(command)
                 match command:
                     case Arrived() | RoomFreed() | Call(hop=Hop.FETCH):
-                        self.fetches.obey(command)
+                        self.incoming.obey(command)
                     case ObjectsLost(hop=Hop.FETCH) | TransferDone(hop=Hop.FETCH):
-                        self.fetches.obey(command)
+                        self.incoming.obey(command)
                     case Call() | ObjectsLost() | TransferDone() | WriteBegun() | WrittenCommand():
                         self.writes.obey(command)
                     case Submit():
@@ -200,7 +201,7 @@ def test_what_comes_is_in_the_arena_once_whole_and_leaves_the_book(world):
     assert world.pool.lookup([key(1), key(2)]) == [False, False]
     world.heard()
     assert world.pool.lookup([key(1), key(2)]) == [True, True]
-    assert key(1) not in world.fetches and len(world.fetches) == 0
+    assert key(1) not in world.incoming.coming and len(world.fetches) == 0
     assert world.said(EndFetch) == [EndFetch(fetch.id)] and world.fetches.fetched_objects == 2
 
 
@@ -230,7 +231,7 @@ def test_one_bad_object_fails_its_blocks_and_leaves_the_others(world):
     [lost] = [command for command in world.commands if isinstance(command, LoadFailed)]
     assert (lost.lo, lost.hi, lost.reason) == (0, 2, "not fetched: lease")
     assert world.failed == [(key(1), ObjectStatus.EXPIRED)]
-    assert world.pool.lookup([key(1), key(2)]) == [False, True] and key(1) not in world.fetches
+    assert world.pool.lookup([key(1), key(2)]) == [False, True] and key(1) not in world.incoming.coming
     assert world.pool.statistics().half_written == 1, "the step may be copying layers of it"
     world.emit([SessionLost(STEP[0])])
     assert world.pool.statistics().half_written == 0
@@ -255,7 +256,7 @@ def test_the_death_of_the_host_fails_exactly_what_it_carried(world):
 
 def test_leases_hold_what_has_come_until_they_run_out(world):
     world.begin(1, 2)
-    world.fetches.lease([key(1)], "request", 5.0)
+    world.incoming.lease([key(1)], "request", 5.0)
     world.heard()
     assert world.pool.statistics().pinned == 1
     assert world.pool.expire(5.0) == 1
@@ -263,9 +264,9 @@ def test_leases_hold_what_has_come_until_they_run_out(world):
 
 def test_a_lease_of_what_is_loaded_is_not_taken_up_again_when_it_has_come(world):
     world.begin(1, 2)
-    world.fetches.lease([key(1), key(2)], "request", 5.0)
+    world.incoming.lease([key(1), key(2)], "request", 5.0)
     world.step(1)
-    world.fetches.drop_lease("request", [key(1)])
+    world.incoming.drop_lease("request", [key(1)])
     world.heard()
     world.emit([SessionLost(STEP[0])])
     assert world.pool.statistics().pinned == 1, "only what the request has not loaded"
@@ -274,27 +275,27 @@ def test_a_lease_of_what_is_loaded_is_not_taken_up_again_when_it_has_come(world)
 @pytest.mark.parametrize("how", ["dropped", "its engine is gone"])
 def test_what_nobody_wants_any_more_is_let_go(world, how):
     world.begin(1)
-    world.fetches.lease([key(1)], ("lease", "engine", "request"), 5.0)
+    world.incoming.lease([key(1)], ("lease", "engine", "request"), 5.0)
     match how:
         case "dropped":
-            world.fetches.drop_lease(("lease", "engine", "request"))
+            world.incoming.drop_lease(("lease", "engine", "request"))
         case "its engine is gone":
-            world.fetches.drop_leases(lambda owner: owner[:2] == ("lease", "another"))
+            world.incoming.drop_leases(lambda owner: owner[:2] == ("lease", "another"))
             assert world.flow.statistics().fetches == 1
-            world.fetches.drop_leases(lambda owner: owner[:2] == ("lease", "engine"))
+            world.incoming.drop_leases(lambda owner: owner[:2] == ("lease", "engine"))
     world.heard(ObjectFailure(0, ObjectStatus.FAILED, "the host is slow"))
-    assert key(1) not in world.fetches and world.pool.statistics().half_written == 0
+    assert key(1) not in world.incoming.coming and world.pool.statistics().half_written == 0
     assert world.said(EndFetch) and len(world.fetches) == 0 and world.flow.statistics().fetches == 0
 
 
 def test_what_is_revoked_is_never_published_and_can_be_fetched_again(world):
     world.begin(1, 2)
     world.step(1)
-    world.fetches.lease([key(1), key(2)], "request", 5.0)
-    assert world.fetches.lease_owners() == {"request"}
-    assert world.fetches.revoke("new weights") == 2
+    world.incoming.lease([key(1), key(2)], "request", 5.0)
+    assert world.incoming.lease_owners() == {"request"}
+    assert world.incoming.revoke("new weights") == 2
     [lost] = [command for command in world.commands if isinstance(command, LoadFailed)]
-    assert lost.reason == "not fetched: new weights" and key(1) not in world.fetches
+    assert lost.reason == "not fetched: new weights" and key(1) not in world.incoming.coming
     assert world.pool.statistics().half_written == 2, "the host is still at it"
     world.heard()
     assert world.pool.lookup([key(1), key(2)]) == [False, False] and world.pool.statistics().half_written == 0
@@ -307,14 +308,14 @@ def test_what_finds_no_room_stays_where_it_is():
     world = World(room=2)
     world.pool.reserve([new(90)], "somebody")
     world.fetches.begin([new(name) for name in range(4)], range(LAYERS), "engine")
-    coming = [name for name in range(4) if key(name) in world.fetches]
+    coming = [name for name in range(4) if key(name) in world.incoming.coming]
     assert 0 < len(coming) < 4 and world.fetches.refused == 4 - len(coming)
 
 
 def test_without_a_host_nothing_begins(world):
     world.alive = False
     world.fetches.begin([new(1)], range(LAYERS), "engine")
-    assert key(1) not in world.fetches and world.pool.statistics().half_written == 0
+    assert key(1) not in world.incoming.coming and world.pool.statistics().half_written == 0
 
 
 def test_a_write_follows_the_layers_and_ends_after_the_commit(world):

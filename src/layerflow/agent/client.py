@@ -226,7 +226,7 @@ class ControlConnection:
     ) -> Lookup:
         """How much of this prompt can be loaded, to the block where it may leave what is stored."""
         end = self._sight.end(chain) if self._sight is not None else None
-        asked = lookup_of(number, request, chain, self.lease_ms, self._block_tokens, end)
+        asked = lookup_of(number, request, chain, lease_ms=self.lease_ms, block_tokens=self._block_tokens, end=end)
         if compute_s:
             asked = msgspec.structs.replace(asked, compute_ms=max(1, round(compute_s * 1e3)))
         return asked if follow is None else following(asked, follow)

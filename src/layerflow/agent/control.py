@@ -133,7 +133,8 @@ class Control:
         :raises LayerflowError: the server did not answer.
         """
         message = msgspec.structs.replace(
-            lookup_of(next(self._client.numbers), "", chain, 1, 0), written_ms=max(1, round(timeout_s * 1e3))
+            lookup_of(next(self._client.numbers), "", chain, lease_ms=1, block_tokens=0),
+            written_ms=max(1, round(timeout_s * 1e3)),
         )
         with self._lock:
             inquiry = self._client.inquiry("", chain, None, timeout_s + DEFAULT_TIMEOUT_S)

@@ -111,7 +111,7 @@ class Dispatcher:
             except Exception:
                 log.exception("copier_broken", incarnation=lost.incarnation if lost is not None else 0)
 
-    def judged(self, dead: bool) -> None:
+    def server_exit_known(self, dead: bool) -> None:
         """Has the lost server's process ended, for certain? If not, nothing is loaded from its arena any more."""
         self._steps.server_exit_known(dead)
 
@@ -124,7 +124,7 @@ class Dispatcher:
             if now > step.deadline:
                 self._steps.fail(step, "not finished at its deadline")
 
-    def heard(self, message: ToClient) -> None:
+    def message_received(self, message: ToClient) -> None:
         """A message."""
         match message:
             case Grant():
@@ -244,10 +244,10 @@ class Dispatcher:
         if copier is None and self.access is not None:
             copier = self.access.copiers[batch.direction]
         if step is None or copier is None:
-            self.link.news.failed.append(Failure(batch.batch, "cancelled: the step is over"))
-            self.link.ring()
+            self.link.report.failed.append(Failure(batch.batch, "cancelled: the step is over"))
+            self.link.wake()
             return
-        job = CopyTask(batch, step, copier, self.lanes.links[batch.direction], self.link.news)
+        job = CopyTask(batch, step, copier, self.lanes.links[batch.direction], self.link.report)
         if batch.direction == LOAD:
             step.granted(batch)
             self.lanes.load.put(job)

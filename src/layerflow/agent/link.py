@@ -3,8 +3,8 @@
 The server's death is seen on the fd server's connection (the kernel hangs up), its silence by
 heartbeats. Other threads only append to queues; what they report is coalesced into one message.
 
-Where the engine's thread holds the interpreter for milliseconds, this one gets it too late: the engine's thread itself
-sends what it has to say, and takes what has come (:meth:`Link.attend`), whenever the link is not at it.
+The engine's thread may hold the interpreter for milliseconds, and the link's thread then runs too late. So the engine's
+thread sends its own messages, and handles those that have come (:meth:`Link.pump`), unless the link's thread is at it.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class LinkListener(Protocol):
         """The server is gone; nothing of it answers any more."""
         ...
 
-    def judged(self, dead: bool) -> None:
+    def server_exit_known(self, dead: bool) -> None:
         """Has its process ended, for certain? Told a moment after :meth:`lost`."""
         ...
 
@@ -97,7 +97,7 @@ class LinkListener(Protocol):
         """Time passed without a server."""
         ...
 
-    def heard(self, message: ToClient) -> None:
+    def message_received(self, message: ToClient) -> None:
         """A message."""
         ...
 
@@ -181,10 +181,10 @@ class Link:
         self._name = name
         self._spec = spec
         self._listener: LinkListener
-        self.news = ReportBuffer()
+        self.report = ReportBuffer()
         self._outbox: deque[bytes] = deque()
         self._wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._rung = False
+        self._woken = False
         self._closing = False
         self._tries = 0
         # The thread that holds this lock may use the socket and call the listener.
@@ -207,32 +207,32 @@ class Link:
         """
         self._outbox.append(codec.encode_request(message))
         if not self._on_this_thread(self._post):
-            self.ring()
+            self.wake()
 
-    def attend(self) -> None:
-        """Do what the messages that have come say, on this thread; nothing where the link is at it.
+    def pump(self) -> None:
+        """Handle the messages that have come, on this thread, unless another thread is doing so.
 
         The caller holds no lock.
         """
         if self._on_this_thread(self._read) and self._listener.sampling():
-            self.ring()  # it sleeps for as long as was right before these messages
+            self.wake()  # its thread may sleep longer than these messages allow
 
-    def tell(self) -> None:
-        """Report on this thread; or wake the link's, where that is at it."""
+    def flush(self) -> None:
+        """Send the report on this thread; wake the link's thread where that uses the socket."""
         if not self._on_this_thread(self._flush):
-            self.ring()
+            self.wake()
 
     def give_up(self, error: BaseException) -> None:
         """End the attachment, and attach anew: what moves its bytes is broken. Steps that are open are cut off."""
         self._broken = self._broken or SessionError(
             f"this worker's copies are broken, so that it attaches anew: {type(error).__name__}: {error}"
         )
-        self.ring()
+        self.wake()
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """Wake the thread, at most once until it has looked; does nothing after :meth:`close`."""
-        if not self._rung and not self._closing:
-            self._rung = True
+        if not self._woken and not self._closing:
+            self._woken = True
             os.eventfd_write(self._wakeup_fd, 1)
 
     def close(self) -> None:
@@ -243,7 +243,7 @@ class Link:
         self._thread.join()
 
     def release(self) -> None:
-        """Close the eventfd behind :meth:`ring`, once no lane can ring any more."""
+        """Close the eventfd behind :meth:`wake`, once no lane can call it any more."""
         if self._wakeup_fd >= 0:
             os.close(self._wakeup_fd)
             self._wakeup_fd = -1
@@ -257,13 +257,14 @@ class Link:
             if dealer is None or self._closing:
                 return False
             work(dealer)
-            # What came meanwhile, the socket's descriptor does not tell the link's thread any more.
+            # ZMQ's descriptor is edge-triggered: a message that arrived while this thread used the socket would not
+            # wake the link's thread.
             if _pending(dealer):
-                self.ring()
+                self.wake()
             return True
         except Exception as error:  # noqa: BLE001 - the link's thread raises it again
             self._broken = self._broken or error
-            self.ring()
+            self.wake()
             return True
         finally:
             self._turn.release()
@@ -297,7 +298,7 @@ class Link:
 
     def _look(self) -> None:
         os.eventfd_read(self._wakeup_fd)
-        self._rung = False
+        self._woken = False
 
     def _live(self) -> None:
         """One attachment, from connect to hang-up.
@@ -324,7 +325,7 @@ class Link:
             server = _pidfd(connection)
             attached_as = conversation.attach(Attach(self._spec, memory=True, direct=direct), deadline)
             self._outbox.clear()
-            self.news = ReportBuffer()
+            self.report = ReportBuffer()
             attached, self._broken = True, None
             attachment = Attachment(welcome.session, arena, attached_as.terms, welcome, direct, attached_as.incarnation)
             self._listener.connection_made(attachment)
@@ -340,7 +341,8 @@ class Link:
                 if attached:
                     reason = "closed" if self._closing else str(self._broken or "the server is gone")
                     self._listener.lost(reason)
-                    self._listener.judged(not self._closing and has_died(server, DYING_S) if server >= 0 else False)
+                    dead = server >= 0 and not self._closing and has_died(server, DYING_S)
+                    self._listener.server_exit_known(dead)
                 if connection is not None:
                     # Nothing of this attachment moves any more: the server need not wait for this process to end.
                     with contextlib.suppress(OSError):
@@ -353,9 +355,9 @@ class Link:
                 dealer.close()
 
     def _converse(self, dealer: zmq.Socket[bytes], connection: int) -> None:
-        news = int(dealer.getsockopt(zmq.FD))
+        messages = int(dealer.getsockopt(zmq.FD))
         poller = select.poll()
-        for descriptor in (news, connection, self._wakeup_fd):
+        for descriptor in (messages, connection, self._wakeup_fd):
             poller.register(descriptor, select.POLLIN)
         protocol, sampled = self._protocol, False
         protocol.heard(time.monotonic())
@@ -371,12 +373,13 @@ class Link:
                     protocol.beat_sent(now)
                     sampled = False
                     self._outbox.append(codec.encode(Beat(now, self._listener.pinned_bytes)))
-                # Ends of batches wait for whom they concern to ring, or there would be a report a sample.
-                if not sampled or self._listener.has_moved() or self.news.figures:
+                # Ends of batches are not flushed here: lanes wake this thread when they want a report. Flushing on
+                # every sample would send one report per millisecond.
+                if not sampled or self._listener.has_moved() or self.report.figures:
                     self._flush(dealer)
                 if self._closing:
                     return
-                # What came while something was sent, the descriptor does not tell any more.
+                # A message that came while something was sent does not wake the poll below.
                 patience = 0 if _pending(dealer) else max(1, round((protocol.next_beat - now) * 1e3))
                 sampling = patience > 0 and self._listener.sampling()
                 if sampling:
@@ -390,7 +393,7 @@ class Link:
                     if dealer.poll(LAST_WORDS_MS):  # how the steps that it drained have ended
                         self._read(dealer)
                     raise ServerLost("the server hung up")
-                if news in ready or not patience:
+                if messages in ready or not patience:
                     self._read(dealer)
 
     def _read(self, dealer: zmq.Socket[bytes]) -> None:
@@ -399,10 +402,10 @@ class Link:
                 frame = dealer.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._listener.heard(self._protocol.receive(frame, time.monotonic()))
+            self._listener.message_received(self._protocol.receive(frame, time.monotonic()))
 
     def _flush(self, dealer: zmq.Socket[bytes]) -> None:
-        while (report := self.news.take(self._listener.progress)) is not None:
+        while (report := self.report.take(self._listener.progress)) is not None:
             self._outbox.append(codec.encode_request(report))
         self._post(dealer)
 

@@ -94,4 +94,4 @@ class LoadLocator:
         loads = step.place(located.residents, located.parts, lists)
         counts = {group: len(column.numbers) for group, column in loads.items()}
         layers = self._layers if len(counts) == self._groups else [one for one in self._layers if one[1] in counts]
-        return PlannedLoads(step, layers, counts, arena.copier, link, over)
+        return PlannedLoads(step, layers, counts, copier=arena.copier, link=link, over=over)

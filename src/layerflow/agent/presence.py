@@ -91,7 +91,7 @@ class PresenceView:
         if len(chain.digests) * len(self._whole_spec.groups) * len(shards) > MOST_LOOKS:
             return None
         seen = _SeenKeys(self._table, chain, self._shard)
-        found = find_hit(seen, self._whole_spec, chain.parent(0), chain.digests, len(chain), chain.tail)
+        found = find_hit(seen, self._whole_spec, chain.parent(0), chain.digests, len(chain), own=chain.tail)
         hit = hit_of(found, chain, self._spec)
         end = self.end(chain)
         if not seen.sure or (end is not None and self._reach(chain, end) > hit.tokens and self._may_share(chain, end)):
@@ -172,7 +172,7 @@ def hit_of(found: HitLength | Found, chain: Chain, spec: ModelSpec, follow: Foll
 
 
 def lookup_of(
-    number: int, request: str, chain: Chain, lease_ms: int, block_tokens: int, end: int | None = None
+    number: int, request: str, chain: Chain, *, lease_ms: int, block_tokens: int, end: int | None = None
 ) -> Lookup:
     """The question for a prompt.
 

@@ -262,7 +262,7 @@ class Steps(OpenSteps):
             save_deadline=now + max(loading_s, saving_s),
             device=self._device,
             after=after,
-            attend=self._link.attend,
+            pump=self._link.pump,
             on_fenced=self._on_fenced,
             on_closed=self._on_closed,
         )
@@ -310,7 +310,7 @@ class Steps(OpenSteps):
 
     def _start_located(self, step: Step, located: LocatedLoads) -> None:
         """Add the step, let the load lane begin, and tell the server whose arena it is, if that one is attached."""
-        arena, report = located.arena, self._link.news
+        arena, report = located.arena, self._link.report
         over = functools.partial(self._on_loads_over, arena=arena, report=report)
         loads = self._locator.bind(step, located, self.lanes.links[LOAD], over)
         unsendable = ""
@@ -462,14 +462,14 @@ class Steps(OpenSteps):
         step.over(attachment.session if attachment is not None else 0)
         self.bypass.over(step)
         self.remove(step, self.measures.ended)
-        self._link.ring()  # to measure it
+        self._link.wake()  # to measure it
 
     def measure(self, until: float | None = None) -> None:
         """Work the figures of ended steps out, and tell the server with the next report.
 
         :param until: as of :meth:`layerflow.agent.costs.Measures.work_out`.
         """
-        self._link.news.figures.extend(self.measures.work_out(until))
+        self._link.report.figures.extend(self.measures.work_out(until))
 
     def _fail_saves(self, step: Step, reason: str) -> None:
         for request in {part.request for part in step.saves}:
@@ -501,18 +501,18 @@ class Steps(OpenSteps):
         with self.lock:
             arena.loading.discard(step.number)
         report.moved.append(Moved(step.number, loads.moved, loads.lost + step.residents.lost()))
-        self._link.ring()
+        self._link.wake()
         self._end_orphan(step)
 
     def _report_fenced(self, step: Step, reason: str) -> None:
         if step.announced:
-            self._link.news.fenced.append(Fence(step.number, reason))
-            self._link.ring()
+            self._link.report.fenced.append(Fence(step.number, reason))
+            self._link.wake()
 
     def _report_closed(self, step: Step, ok: bool) -> None:
         if step.announced:
-            self._link.news.closed.append(Closed(step.number, ok))
-            self._link.ring()
+            self._link.report.closed.append(Closed(step.number, ok))
+            self._link.wake()
 
     # -- servers that come and go, on the link's thread --------------------------------------------
 

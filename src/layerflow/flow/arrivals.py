@@ -338,7 +338,7 @@ def _set_deadline(state: State, fetch: Fetch, now: float) -> None:
 
 
 def fetch_done(
-    state: State, fetch: Fetch, call: Call, failed: dict[str, list[int]], now: float, out: list[Command]
+    state: State, fetch: Fetch, call: Call, failed: dict[str, list[int]], *, now: float, out: list[Command]
 ) -> None:
     """Take over what a call has brought; its host failed objects for these reasons."""
     for reason, lost in failed.items():

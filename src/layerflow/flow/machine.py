@@ -381,7 +381,7 @@ class Flow:
             return
         transfer, call, failed = taken
         if isinstance(transfer, Fetch):
-            fetch_done(state, transfer, call, failed, self._now, out)
+            fetch_done(state, transfer, call, failed, now=self._now, out=out)
         else:
             write_done(state, transfer, call, failed, out)
 

@@ -212,14 +212,14 @@ def fail_loads(state: State, job: TransferJob, positions: Iterable[int], reason:
     fresh = cancel_parts(state, job, positions)
     for position in fresh:
         lo, hi = job.transfer_of(position).span(position)
-        _report(state, job, position, (lo, hi), reason, out)
+        _report(state, job, position, span=(lo, hi), reason=reason, out=out)
         job.failed.pop(position, None)
     if fresh:
         invalidate_saves(state, job.step, fresh, reason, out)
         seal_rest(job, out)
 
 
-def _report(state: State, job: TransferJob, position: int, span: Span, reason: str, out: list[Command]) -> None:
+def _report(state: State, job: TransferJob, position: int, *, span: Span, reason: str, out: list[Command]) -> None:
     known = job.failed.get(position, [])
     part, step = job.parts[position], job.step
     if not known:
@@ -244,7 +244,7 @@ def fail_load_range(state: State, transfer: Transfer, span: Span, reason: str, o
             (failing if touches(coming, *transfer.span(position)) else hurt).append(position)
     for position in hurt:
         lo, hi = transfer.span(position)
-        _report(state, job, position, (max(lo, span[0]), min(hi, span[1])), reason, out)
+        _report(state, job, position, span=(max(lo, span[0]), min(hi, span[1])), reason=reason, out=out)
     invalidate_saves(state, job.step, hurt, reason, out)
     fail_loads(state, job, failing, reason, out)
 
@@ -257,7 +257,7 @@ def fail_blocks(state: State, transfer: Transfer, spans: list[Span], reason: str
         for position in transfer.overlapping(*span):
             if position not in job.dropped:
                 lo, hi = transfer.span(position)
-                _report(state, job, position, (max(lo, span[0]), min(hi, span[1])), reason, out)
+                _report(state, job, position, span=(max(lo, span[0]), min(hi, span[1])), reason=reason, out=out)
                 hurt.append(position)
     _drop_blocks(job, transfer, spans)
     if not job.cursors:

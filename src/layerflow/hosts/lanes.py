@@ -317,6 +317,7 @@ class FetchLane(TransferLane[Fetch | Pull | EndFetch]):
         backend: Backend,
         arena: SharedMemory,
         tell: Tell,
+        *,
         backend_calls: BackendCalls,
         hide: Callable[[Sequence[bytes]], None],
         patience: Patience | None = None,

@@ -198,7 +198,12 @@ class HostMain:
         backend_calls = BackendCalls(check.suspect)
         ask = LookupLane(backend, self._tell, backend_calls)
         fetch = FetchLane(
-            backend, self._arena, self._tell, backend_calls, lambda keys: ask.put(Hide(keys)), self._patience
+            backend,
+            self._arena,
+            self._tell,
+            backend_calls=backend_calls,
+            hide=lambda keys: ask.put(Hide(keys)),
+            patience=self._patience,
         )
         write = WriteLane(backend, self._arena, backend_calls, self._tell, self._patience)
         self._check, self._movers = check, (fetch, write)

@@ -217,7 +217,9 @@ class BlockList:
         """
         if byte_lo or byte_hi:
             self._check_range([layer], lo, hi)
-            return self._bytes_of_block(layer, self._memory.place(layer)[1], lo, hi, byte_lo, byte_hi)
+            return self._bytes_of_block(
+                layer, self._memory.place(layer)[1], lo=lo, hi=hi, byte_lo=byte_lo, byte_hi=byte_hi
+            )
         return self.layers([layer], lo, hi)
 
     def layers(self, layers: Sequence[int], lo: int, hi: int) -> Extents:
@@ -285,7 +287,7 @@ class BlockList:
         np.subtract(self._breaks[first:last], lo, out=heads[1:])
         return heads
 
-    def _bytes_of_block(self, layer: int, position: int, lo: int, hi: int, byte_lo: int, byte_hi: int) -> Extents:
+    def _bytes_of_block(self, layer: int, position: int, *, lo: int, hi: int, byte_lo: int, byte_hi: int) -> Extents:
         block_bytes = self._memory.block_bytes(layer)
         if hi != lo + 1 or not 0 <= byte_lo < byte_hi <= block_bytes:
             raise ExtentError(

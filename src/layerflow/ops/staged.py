@@ -139,13 +139,15 @@ def fills_of(extents: Extents, starts: Int64, piece: int, *, most_bytes: int, mo
             return None
         part = slice(begin, end)
         places = ends[part] - nbytes[part] - taken
-        rows = _rows(of[part], phase[part], row_bytes[part], inside[part], counts[part], places)
+        rows = _rows(of[part], phase[part], row_bytes[part], inside=inside[part], counts=counts[part], places=places)
         fills.append(Fill(_merged(arena[part], places, nbytes[part], piece), rows))
         begin = end
     return fills
 
 
-def _rows(of: Int64, phase: Int64, row_bytes: Int64, inside: Int64, counts: Int64, places: Int64) -> tuple[Rows, ...]:
+def _rows(
+    of: Int64, phase: Int64, row_bytes: Int64, *, inside: Int64, counts: Int64, places: Int64
+) -> tuple[Rows, ...]:
     borders = [0, *(np.flatnonzero(of[1:] != of[:-1]) + 1).tolist(), of.size]
     found = []
     for lo, hi in itertools.pairwise(borders):
@@ -192,6 +194,7 @@ class Staging:
         device: Accelerator,
         regions: tuple[Region, ...],
         arena: int,
+        *,
         views: tuple[ByteViews, ByteViews],
         enqueue: Enqueue,
         record: Callable[[], DeviceEvent],

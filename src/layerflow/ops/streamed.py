@@ -79,7 +79,12 @@ class StreamCopier:
         self._bounce = None if whole or not self._in_one_call else BounceBuffer(device, arena, copy)
         self.way = "ranges"
         self._staging = Staging(
-            device, regions, arena.address, (self._engine_views, self._arena_views), self._copy, self._event
+            device,
+            regions,
+            arena.address,
+            views=(self._engine_views, self._arena_views),
+            enqueue=self._copy,
+            record=self._event,
         )
 
     def load(self, extents: Extents, after: DeviceEvent | None = None) -> DeviceEvent:

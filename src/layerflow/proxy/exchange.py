@@ -136,7 +136,9 @@ class Exchange:
         def first_token() -> None:
             self._first_token(instance)
 
-        await decode(instance, call, self.outlet, self.usage, self.context.settings, first_token)
+        await decode(
+            instance, call, self.outlet, usage=self.usage, settings=self.context.settings, first_token=first_token
+        )
 
     async def decode_anywhere(self, attempt: Callable[[Instance, str], Awaitable[None]]) -> None:
         """Try decoders until one has begun to answer.

@@ -376,6 +376,7 @@ async def decode(
     instance: Instance,
     call: DecodeCall,
     outlet: Outlet,
+    *,
     usage: PrefillUsage,
     settings: ProxySettings,
     first_token: Callable[[], None],

@@ -39,9 +39,8 @@ from layerflow.flow.commands import (
 from layerflow.flow.events import BatchDone, Event, FrontierReached, Hop, Limits, Tick
 from layerflow.observe.metrics import Metrics
 from layerflow.pool.base import Pool
-from layerflow.server.arrivals import Follows
+from layerflow.server.incoming import Follows, IncomingObjects
 from layerflow.server.planner import MOST_UNCLAIMED, StepBook
-from layerflow.system.numbers import ascending
 from layerflow.wire.messages import (
     BROKEN,
     Batch,
@@ -81,8 +80,8 @@ class Driver:
         self.flow = Flow(limits)
         self.tier: Sources | None = None
         self.unclaimed: ExpiringSet[bytes] = ExpiringSet(MOST_UNCLAIMED)
-        self.incoming_numbers = ascending()  #: of fetches and follows, for whoever opens one
-        self.follows = Follows(pool, self.emit, self._part_of, self.incoming_numbers)
+        self.incoming = IncomingObjects(pool, self.emit)
+        self.follows = Follows(self.incoming, self._part_of)
         self.handoffs: Handoffs | None = None
         self._pool = pool
         self._metrics = metrics
@@ -228,11 +227,11 @@ class Driver:
                 self._pool.drop_owner(self._books.pop((command.session, command.step)).owner)
                 self._notice(command.session).finished.append(command.step)
                 self._step_done(command)
-            case LayersStored():
-                self.follows.obey(command)
-            case Arrived() | ObjectsLost() | RoomFreed() | TransferDone() if command.hop is Hop.LOCAL:
-                self.follows.obey(command)
-            case Call() | Arrived() | ObjectsLost() | RoomFreed() | WriteBegun() | Written() | TransferDone():
+            case Arrived() | RoomFreed() | LayersStored():
+                self.incoming.obey(command)
+            case Call() | ObjectsLost() | TransferDone() if command.hop is not Hop.WRITE:
+                self.incoming.obey(command)
+            case Call() | ObjectsLost() | TransferDone() | WriteBegun() | Written():
                 assert self.tier is not None
                 self.tier.obey(command)
             case WakeAt():

@@ -24,8 +24,8 @@ from layerflow.wire.messages import Covered, OpenStep, Plan, PlanPart
 from layerflow.wire.packing import pack_u32, pack_u64
 
 if TYPE_CHECKING:
-    from layerflow.server.arrivals import Follows, PendingFetch, PendingFollow
     from layerflow.server.handoffs.registry import Handoffs
+    from layerflow.server.incoming import Follows, IncomingObjects
     from layerflow.server.sources import Sources
 
 
@@ -97,6 +97,7 @@ def plan_loads(
     book: StepBook,
     loads: list[Wanted],
     handoffs: Handoffs,
+    incoming: IncomingObjects,
     follows: Follows,
 ) -> tuple[list[PlanPart], list[Part], set[str], list[Covered]]:
     """Pin what is in the arena; follow or fetch what is not.
@@ -112,7 +113,7 @@ def plan_loads(
     if tier is not None:
         lacking = [key for wanted, found in zip(loads, located, strict=True) for key in _missing(wanted, found)]
         handoffs.give_back(session.engine, [key for key in lacking if follows.coming(key) is None])
-        _bring(tier, follows, session, loads, located)
+        _bring(tier, incoming, session, loads, located)
     plans: list[PlanPart] = []
     parts: list[Part] = []
     bad: set[str] = set()
@@ -124,7 +125,7 @@ def plan_loads(
         at = numbered.get(wanted.group, 0)
         needs: list[Need] = []
         for key, place, count in zip(wanted.keys, found, wanted.counts.tolist(), strict=True):
-            coming = _coming(tier, follows, key) if place is None else None
+            coming = incoming.coming.get(key) if place is None else None
             if coming is not None and coming.job.layers != spec.groups[wanted.group].layers:
                 coming = None  # brought as a piece, for workers of another pipeline size
             source = place or coming
@@ -180,11 +181,6 @@ def _missing(wanted: Wanted, found: list[Located | None]) -> list[bytes]:
     return [key for key, place in zip(wanted.keys, found, strict=True) if place is None]
 
 
-def _coming(tier: Sources | None, follows: Follows, key: bytes) -> PendingFetch | PendingFollow | None:
-    """An object that is not in the arena yet: followed, or else fetched."""
-    return follows.coming(key) or (tier.coming(key) if tier is not None else None)
-
-
 def _follow(follows: Follows, session: ClientSession, loads: list[Wanted], located: list[list[Located | None]]) -> None:
     """Follow what the arena lacks and somebody is storing, for requests that have hit it so."""
     spec = session.spec
@@ -196,7 +192,11 @@ def _follow(follows: Follows, session: ClientSession, loads: list[Wanted], locat
 
 
 def _bring(
-    tier: Sources, follows: Follows, session: ClientSession, loads: list[Wanted], located: list[list[Located | None]]
+    tier: Sources,
+    incoming: IncomingObjects,
+    session: ClientSession,
+    loads: list[Wanted],
+    located: list[list[Located | None]],
 ) -> None:
     """Start fetching what the arena lacks, one job per group."""
     spec = session.spec
@@ -204,7 +204,7 @@ def _bring(
     lacking: dict[int, dict[bytes, NewObject]] = {}
     for wanted, found in zip(loads, located, strict=True):
         for key, place in zip(wanted.keys, found, strict=True):
-            if place is None and _coming(tier, follows, key) is None:
+            if place is None and key not in incoming.coming:
                 tail = (wanted.tail, wanted.parent) if key == wanted.keys[-1] else (0, b"")
                 lacking.setdefault(wanted.group, {})[key] = stored_object(spec, wanted.group, key, *tail)
     for group, objects in lacking.items():
@@ -274,6 +274,7 @@ def plan_step(
     replicas: Sequence[Replica],
     unclaimed: Container[bytes],
     handoffs: Handoffs,
+    incoming: IncomingObjects,
     follows: Follows,
 ) -> Opening:
     """Pin the objects to load, reserve room for those to save, and number the blocks.
@@ -283,7 +284,8 @@ def plan_step(
     :param replicas: per group, which of the workers that hold the same heads this one is: they take turns in storing.
     :param unclaimed: objects that another worker did not store in its turn.
     :param handoffs: those of the worker's engine have room for what they wait for.
-    :param follows: what another step is still storing, for requests that may wait for it.
+    :param incoming: what is on its way into the arena.
+    :param follows: those of it that other steps are still storing, for requests that may wait for these.
     """
     spec = session.spec
     assert spec is not None
@@ -292,7 +294,7 @@ def plan_step(
     load_plan, load_parts, bad, covered = (
         take_over(pool, session, book, message, loads)
         if message.planned
-        else plan_loads(pool, tier, session, book, loads, handoffs, follows)
+        else plan_loads(pool, tier, session, book, loads, handoffs, incoming, follows)
     )
     save_plan, save_parts, full, placed = plan_saves(
         pool, book, saves, bad, replicas, unclaimed, functools.partial(handoffs.adopt, session.engine)

@@ -63,6 +63,11 @@ def lookup_owner(engine: str, request: str, asker: int, number: int) -> tuple[st
     return (*lease_owner(engine, request), asker, number)
 
 
+def is_lease_of(engine: str, owner: Owner) -> bool:
+    """Return whether this owner is one of an engine's lookups."""
+    return isinstance(owner, tuple) and owner[:2] == ("lease", engine)
+
+
 def plan_owner(engine: str, number: int) -> tuple[str, str, int]:
     """Who pins what a plan names."""
     return ("plan", engine, number)

@@ -261,7 +261,7 @@ def find_and_bring(
     unavailable: frozenset[bytes] = frozenset()
     while True:
         there = view_of_tier(None if direct else pool, tier, found, unavailable)
-        hit = yield from search_hit(there, spec, root, digests, tokens, own, blocks)
+        hit = yield from search_hit(there, spec, root, digests, tokens, own=own, blocks=blocks)
         stuck = yield from _bring(pool, tier, spec, shards, digests, hit, engine)
         if not stuck:
             return hit

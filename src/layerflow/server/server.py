@@ -173,12 +173,12 @@ class Server:
             self._less_to_do,
         )
         self.driver.handoffs = self.handoffs
-        arena, numbers = (self._arena.fd, self._arena.nbytes), self.driver.incoming_numbers
+        arena, incoming = (self._arena.fd, self._arena.nbytes), self.driver.incoming
         self.tier: Tier | None = None
         if tier is not None:
             from layerflow.server.tier.tier import Tier  # noqa: PLC0415 - most servers have none
 
-            self.tier = Tier(*tier, settings.pool, self.pool, arena, self._tier_news, numbers)
+            self.tier = Tier(*tier, settings.pool, self.pool, arena, self._tier_news, incoming)
         self.peers: Peers | None = None
         if settings.peers.serve or settings.peers.attach or settings.peers.learn:
             from layerflow.server.peers.peers import Peers  # noqa: PLC0415 - most servers have none
@@ -194,7 +194,7 @@ class Server:
                 models=lambda: [session.spec for session in self.sessions if session.memory and session.spec],
                 send=self._send_to,
                 emit=self._tier_news,
-                numbers=numbers,
+                incoming=incoming,
                 storing=(self.handoffs, self.driver.follows),
                 sessions=self.sessions,
                 mailboxes=self.mailboxes,
@@ -380,7 +380,12 @@ class Server:
             rooms[wire.WANT_PRESENCE] = SharedRegion(table.fd, table.nbytes)
         clients = self._clients
         self._fd_server = FdServer(
-            self.fd_server_path, rooms, clients.entered, clients.gone, clients.hung_up, clients.may_stay
+            self.fd_server_path,
+            rooms,
+            on_entered=clients.entered,
+            on_gone=clients.gone,
+            on_hang_up=clients.hung_up,
+            may_stay=clients.may_stay,
         )
         self._fd_server.start()
         local = self._door(LOCAL) if server.endpoint.startswith("ipc://") else self._router(LOCAL)

@@ -6,16 +6,16 @@ Of what both have, the tier's is taken. What steps save goes to the tier alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from layerflow.config.settings import PoolSettings
-from layerflow.flow.commands import WriteBegun, Written
-from layerflow.flow.events import Hop, WriteOpened
-from layerflow.pool.base import NewObject, Owner
+from layerflow.flow.events import WriteOpened
+from layerflow.pool.base import NewObject
 from layerflow.pool.chunk_index import NO_CHUNKS, ChunkIndex
-from layerflow.server.arrivals import Fetches, PendingFetch, StepKey
-from layerflow.server.tier.tier import Tier, TierCommand, once
+from layerflow.server.incoming import IncomingObject, StepKey
+from layerflow.server.tier.tier import Tier
+from layerflow.server.tier.writes import WriteCommand
 from layerflow.wire.host_messages import Cleared
 
 if TYPE_CHECKING:
@@ -31,12 +31,6 @@ class Sources:
     def __init__(self, settings: PoolSettings, tier: Tier | None, peers: PeerSource | None) -> None:
         self.settings = settings
         self.tier, self.peers = tier, peers
-
-    def _fetches(self) -> Iterator[Fetches]:
-        if self.tier is not None:
-            yield self.tier.fetches
-        if self.peers is not None:
-            yield self.peers.fetches
 
     # Lookups -------------------------------------------------------------------------------------
 
@@ -94,7 +88,7 @@ class Sources:
 
     # Loads ---------------------------------------------------------------------------------------
 
-    def bring(self, objects: Sequence[NewObject], layers: Sequence[int], source: str) -> None:
+    def bring(self, objects: Sequence[NewObject], layers: Sequence[int], engine: str) -> None:
         """Fetch objects of one group that are not in the arena, as far as that can be; see :meth:`coming`."""
         left = list(objects)
         if self.peers is not None:
@@ -103,73 +97,16 @@ class Sources:
                 held = self.tier.holds([new.key for new in lent])
                 lent = [new for new, there in zip(lent, held, strict=True) if not there]
             if lent:
-                self.peers.bring(lent, layers, source)
+                self.peers.bring(lent, layers, engine)
                 keys = {new.key for new in lent}
                 left = [new for new in left if new.key not in keys]
         if left and self.tier is not None:
-            self.tier.bring(left, layers, source)
+            self.tier.bring(left, layers, engine)
 
-    def coming(self, key: bytes) -> PendingFetch | None:
-        """An object's room in the arena while it is on its way."""
-        return next((found for fetches in self._fetches() if (found := fetches.coming(key)) is not None), None)
-
-    def when_come(self, keys: Sequence[bytes], until: float, then: Callable[[], None]) -> None:
-        """Call `then` once, when none of `keys` is on its way into the arena, or at `until`; perhaps at once."""
-        call, under_way = once(until, then), [*self._fetches()]
-        left = len(under_way)
-
-        def ended() -> None:
-            nonlocal left
-            left -= 1
-            if not left:
-                call()
-
-        for fetches in under_way:
-            fetches.when_come(keys, ended)
-
-    def lease(self, keys: Sequence[bytes], owner: Owner, until: float) -> None:
-        """Pin these for `owner` once they have come."""
-        for fetches in self._fetches():
-            fetches.lease(keys, owner, until)
-
-    def lease_owners(self) -> set[Owner]:
-        """Who has leased something that is on its way."""
-        return {owner for fetches in self._fetches() for owner in fetches.lease_owners()}
-
-    def drop_lease(self, owner: Owner, keys: Sequence[bytes] | None = None) -> None:
-        """The owner wants these no more, None = nothing any more."""
-        for fetches in self._fetches():
-            fetches.drop_lease(owner, keys)
-
-    def drop_leases(self, engine: str) -> None:
-        """Nothing is left of an engine: its lookups want nothing any more."""
-        for fetches in self._fetches():
-            fetches.drop_leases(lambda owner: isinstance(owner, tuple) and owner[:2] == ("lease", engine))
-
-    def revoke(self, reason: str, *, writes: bool) -> int:
-        """What is on its way is not published in the arena; with `writes`, nor is what is on its way to the tier
-        published there. How many objects."""
-        before = sum(fetches.coming_objects for fetches in self._fetches())
-        for fetches in self._fetches():
-            fetches.revoke(reason)
-            break  # the core revokes the fetches of both hops
-        revoked = before - sum(fetches.coming_objects for fetches in self._fetches())
-        return revoked + (self.tier.revoke_writes(reason) if writes and self.tier is not None else 0)
-
-    def revoke_unwanted(self, reason: str) -> None:
-        """What is on its way is not published where no lease and no living load wants it."""
-        for fetches in self._fetches():
-            fetches.revoke(reason, unwanted=True)
-            break
-
-    def obey(self, command: TierCommand) -> None:
-        """What the core wants done on the way from or to one of them."""
-        if not isinstance(command, WriteBegun | Written) and command.hop is Hop.PEER:
-            assert self.peers is not None
-            self.peers.obey(command)
-        else:
-            assert self.tier is not None
-            self.tier.obey(command)
+    def coming(self, key: bytes) -> IncomingObject | None:
+        """An object's room in the arena while it is on its way from one of them."""
+        behind = self.tier.coming(key) if self.tier is not None else None
+        return behind or (self.peers.fetches.coming(key) if self.peers is not None else None)
 
     # Saves: the tier's ---------------------------------------------------------------------------
 
@@ -189,6 +126,15 @@ class Sources:
         """These are whole in the arena."""
         if self.tier is not None:
             self.tier.committed(step, keys)
+
+    def revoke_writes(self, reason: str) -> int:
+        """What is on its way to the tier is not published there. How many objects."""
+        return self.tier.revoke_writes(reason) if self.tier is not None else 0
+
+    def obey(self, command: WriteCommand) -> None:
+        """What the core wants done on the way to the tier."""
+        assert self.tier is not None
+        self.tier.obey(command)
 
     async def clear(self, keys: Sequence[bytes], timeout_s: float) -> Cleared | None:
         """Remove what the tier holds; None = there is none."""

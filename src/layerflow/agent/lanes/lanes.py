@@ -152,7 +152,7 @@ class Lanes:
 
     def _tell(self, job: CopyTask, failure: str) -> None:
         batch = job.batch
-        if job.news is None:
+        if job.report is None:
             assert job.ended is not None
             self._counters.failed_batches += bool(failure)
             self._counters.loaded_bytes += 0 if failure else batch.nbytes
@@ -161,23 +161,23 @@ class Lanes:
             return
         if failure:
             self._counters.failed_batches += 1
-            job.news.failed.append(Failure(batch.batch, failure))
+            job.report.failed.append(Failure(batch.batch, failure))
         else:
             if batch.direction == LOAD:
                 self._counters.loaded_bytes += batch.nbytes
             else:
                 self._counters.saved_bytes += batch.nbytes
-            job.news.done.append(batch.batch)
-        # Lanes that end their batches themselves ring when they have told some.
+            job.report.done.append(batch.batch)
+        # Lanes that end their batches themselves wake the link once they have several ends to report.
         if failure or (self.poller is not None and (batch.direction == SAVE or self.load.has_few)):
-            self._link.ring()
+            self._link.wake()
 
     def _loaded_some(self) -> None:
         if self.poller is None:
-            self._link.ring()
+            self._link.wake()
 
     def _saved_some(self, idle: bool) -> None:
         if idle:
-            self._link.tell()
+            self._link.flush()
         else:
-            self._link.ring()
+            self._link.wake()

@@ -78,6 +78,7 @@ class PlannedLoads:
         step: Step,
         layers: Sequence[LayerShape],
         blocks: Mapping[int, int],
+        *,
         copier: Copier,
         link: EmulatedLink,
         over: Callable[[PlannedLoads], None],
@@ -431,14 +432,14 @@ class LoadLane:
             return True
         # A server that has more to grant hears of it before this lane runs dry: once, then again behind its answer.
         first = self._waiting[0]
-        if self._told_few or first.news is None or first.step.all_granted or not self.has_few:
+        if self._told_few or first.report is None or first.step.all_granted or not self.has_few:
             return False
         self._told_few = True
         return True
 
     def _report(self, job: CopyTask, failure: str, event: DeviceEvent | None) -> None:
         self._tell(job, failure, event)
-        if job.news is None:
+        if job.report is None:
             return
         if not self._untold:
             self._untold_since = time.monotonic()

@@ -59,7 +59,7 @@ log = structlog.get_logger("layerflow.agent.lanes")
 class CopyTask:
     """A batch on its way through a lane.
 
-    :param news: where its end is reported: to the server that granted it, and no other; None = that is for `ended`.
+    :param report: where its end is reported: to the server that granted it, and no other; None = that is for `ended`.
     :param sent: when its bytes began to pass the emulated link (loads: reserved when granted).
     :param arrives: when the last of them has passed.
     :param ended: told of its end, with what failed, where no server granted it.
@@ -69,7 +69,7 @@ class CopyTask:
     step: Step
     copier: Copier
     link: EmulatedLink
-    news: ReportBuffer | None
+    report: ReportBuffer | None
     sent: float = 0.0
     arrives: float = 0.0
     ended: Callable[[CopyTask, str], None] | None = None

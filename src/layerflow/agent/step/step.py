@@ -34,7 +34,7 @@ class Step(StepTransfers):
     :param save_deadline: monotonic seconds; saves not stored by then are given up.
     :param device: of the engine's memory.
     :param after: on a device, what its loads come after; None = all that the engine has enqueued.
-    :param attend: takes what the server has said, on the calling thread.
+    :param pump: takes what the server has said, on the calling thread.
     :param on_fenced: told (step, reason) when the loads were cut off here.
     :param on_closed: told (step, ok) when the forward pass ended.
 
@@ -48,11 +48,11 @@ class Step(StepTransfers):
     """
 
     __slots__ = (
-        "_attend",
         "_done",
         "_done_at",
         "_on_closed",
         "_on_fenced",
+        "_pump",
         "_ready",
         "announced",
         "deadline",
@@ -79,7 +79,7 @@ class Step(StepTransfers):
         save_deadline: float,
         device: Device,
         after: DeviceEvent | None = None,
-        attend: Callable[[], None],
+        pump: Callable[[], None],
         on_fenced: Callable[[Step, str], None],
         on_closed: Callable[[Step, bool], None],
     ) -> None:
@@ -97,7 +97,7 @@ class Step(StepTransfers):
         self.orphaned = False
         self.leases: StepLeases | None = None
         self.on_wait: Callable[[], None] = _nothing
-        self._attend = attend
+        self._pump = pump
         self._on_fenced = on_fenced
         self._on_closed = on_closed
         self._done, self._done_at = self._times.done, self._times.done_at
@@ -345,7 +345,7 @@ class Step(StepTransfers):
 
     def _take_grants(self) -> None:
         if self.loads and self.residents is None and not self._arrivals.all_granted():
-            self._attend()
+            self._pump()
 
     def _last_layers(self) -> frozenset[int]:
         """Of each group."""

@@ -386,9 +386,9 @@ class Memcache(SharedStore[MemcacheClient, MemcacheReader, MemcacheWriter]):
             "memcache",
             calls,
             meta,
-            MemcacheReader(calls, meta, self._shared.world_size),
-            MemcacheWriter(calls, meta),
-            _COUNTED,
+            reader=MemcacheReader(calls, meta, self._shared.world_size),
+            writer=MemcacheWriter(calls, meta),
+            counted=_COUNTED,
         )
 
     def attach(self, arena: SharedMemory, gone: Callable[[Sequence[bytes]], None]) -> BackendInfo:

@@ -312,7 +312,12 @@ class Mooncake(SharedStore[MooncakeClient, MooncakeReader, MooncakeWriter]):
         master = Master(self._options.master, self._options.metrics)
         calls = MooncakeClient(master)
         super().__init__(
-            "Mooncake", calls, master, MooncakeReader(calls, master), MooncakeWriter(calls, master), _COUNTED
+            "Mooncake",
+            calls,
+            master,
+            reader=MooncakeReader(calls, master),
+            writer=MooncakeWriter(calls, master),
+            counted=_COUNTED,
         )
         self._condemned = Condemned(self._calls)
         self._warming: Warming | None = None

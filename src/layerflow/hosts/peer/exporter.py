@@ -115,6 +115,7 @@ class Links:
         arena: SharedMemory,
         lender: Lender,
         grants: Grants,
+        *,
         address: tuple[str, int],
         incarnation: bytes,
         exporter_key: bytes,
@@ -327,7 +328,15 @@ class Exporter:
             where, incarnation = (options["host"], options["port"]), bytes.fromhex(options["incarnation"])
             key = bytes.fromhex(options["key"])
             lender = named(links()[options["link"]].lender)(self._arena, options["shown"])
-            self._links = Links(self._arena, lender, self._grants, where, incarnation, key, _no_links)
+            self._links = Links(
+                self._arena,
+                lender,
+                self._grants,
+                address=where,
+                incarnation=incarnation,
+                exporter_key=key,
+                ended=_no_links,
+            )
         except Unusable as error:
             self._tell(Down(f"peers.link = {options['link']!r}: {error}", fatal=True))
             return False

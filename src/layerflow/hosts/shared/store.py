@@ -355,7 +355,7 @@ class SharedStore(Backend, Generic[Client, Reader, Writer]):
     """
 
     def __init__(
-        self, whose: str, client: Client, service: Service, reader: Reader, writer: Writer, counted: Sequence[str]
+        self, whose: str, client: Client, service: Service, *, reader: Reader, writer: Writer, counted: Sequence[str]
     ) -> None:
         self._whose = whose
         self._calls, self._service, self._reader, self._writer = client, service, reader, writer

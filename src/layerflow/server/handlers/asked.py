@@ -9,11 +9,11 @@ from typing import TypeVar
 
 from layerflow.config.settings import ServerSettings
 from layerflow.errors import ProtocolError
-from layerflow.hits import NO_BLOCKS, BlockDigests
+from layerflow.hits import NO_BLOCKS, BlockDigests, HitLength, LookupSource, search_hit
 from layerflow.keys import DIGEST_BYTES
 from layerflow.server.account import Refused
 from layerflow.server.clients import ClientSession
-from layerflow.server.mailboxes import in_slices
+from layerflow.server.mailboxes import Slices, in_slices
 from layerflow.spec import ModelSpec
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
@@ -74,6 +74,12 @@ async def read_lookup(spec: ModelSpec, message: wire.Lookup) -> Asked:
     """What a lookup that is checked asks for. What waits keeps its message alone, and is read again."""
     digests = await in_slices(codec.split_in_slices(message.digests, f"request {message.request!r}"))
     return Asked(message, digests, _blocks_of(message, spec))
+
+
+def search_prompt(view: LookupSource, spec: ModelSpec, asked: Asked) -> Slices[HitLength]:
+    """The longest hit of a lookup in `view`."""
+    message = asked.message
+    return search_hit(view, spec, message.root, asked.digests, message.tokens, own=message.tail, blocks=asked.blocks)
 
 
 def check_lookup(session: ClientSession, message: wire.Lookup, limits: ServerSettings) -> ModelSpec:

@@ -6,10 +6,10 @@ import functools
 import time
 from typing import TYPE_CHECKING
 
-from layerflow.hits import HitLength, search_hit
+from layerflow.hits import HitLength
 from layerflow.keys import covered_by
 from layerflow.pool.base import Pool
-from layerflow.server.handlers.asked import Asked, kept_bytes, unreplaced, waiting
+from layerflow.server.handlers.asked import Asked, kept_bytes, search_prompt, unreplaced, waiting
 from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handoffs.handoff import Handoff, HandoffStatus, model_mismatch
 from layerflow.server.mailboxes import in_slices
@@ -95,13 +95,12 @@ async def follow_saves(context: ServerContext, session: ClientSession, asked: As
     """
     message, spec, pool = asked.message, session.spec, context.pool
     assert spec is not None
-    prompt = message.root, asked.digests, message.tokens, message.tail
     used: set[tuple[int, int]] = set()
     view = view_of_saves(context, session.engine, used)
-    coming = await in_slices(search_hit(view, spec, *prompt, asked.blocks))
+    coming = await in_slices(search_prompt(view, spec, asked))
     if not used:
         return None
-    here = await in_slices(search_hit(pool, spec, *prompt, asked.blocks))
+    here = await in_slices(search_prompt(pool, spec, asked))
     more = _tokens(spec, message, coming) - _tokens(spec, message, here)
     now = time.monotonic()
     waits = [context.driver.expected(step, now) for step in used]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from layerflow.flow.events import StepsRevoked
+from layerflow.server.plans import is_lease_of
 
 if TYPE_CHECKING:
     from layerflow.server.clients import ClientSession
@@ -38,14 +39,12 @@ def reset_engine(context: ServerContext, engine: str) -> dict[str, Any]:
     workers = [session.number for session in mine if session.memory]
     steps = sum(number in workers for number, _ in context.driver.steps())
     context.driver.handle(*(StepsRevoked(number, True, REPLACED) for number in workers))
-    owners = {*context.pool.owners(), *(context.tier.lease_owners() if context.tier is not None else ())}
-    leases = [owner for owner in owners if isinstance(owner, tuple) and owner[:2] == ("lease", engine)]
+    incoming = context.driver.incoming
+    leases = [owner for owner in {*context.pool.owners(), *incoming.lease_owners()} if is_lease_of(engine, owner)]
     for owner in leases:
         context.pool.release(owner)
-        if context.tier is not None:
-            context.tier.drop_lease(owner)
-    if context.tier is not None:
-        context.tier.revoke_unwanted(REPLACED)
+        incoming.drop_lease(owner)
+    incoming.revoke(REPLACED, unwanted=True)
     told = len(leases) + context.plans.reset(engine)
     log.info("engine_reset", engine=mine[0].name if mine else engine, steps=steps, leases=told)
     return {"steps": steps, "leases": told}
@@ -62,7 +61,9 @@ async def purge(context: ServerContext, session: ClientSession, *, tier: bool) -
     while context.handoffs.returning:  # noqa: ASYNC110 - what returns is done in turns on this loop
         await asyncio.sleep(0)
     context.driver.handle(*(StepsRevoked(one.number, False, PURGED) for one in context.sessions if one.memory))
-    revoked = behind.revoke(PURGED, writes=tier) if behind is not None else 0
+    revoked = context.driver.incoming.revoke(PURGED)
+    if tier and behind is not None:
+        revoked += behind.revoke_writes(PURGED)
     keys = context.pool.keys()
     hidden = 0
     for start in range(0, len(keys), KEYS_PER_SLICE):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from layerflow.hits import HitLength, LookupSource, search_hit
+from layerflow.hits import HitLength, search_hit
 from layerflow.places import is_placed, unpack_places
 from layerflow.pool.base import Owner
 from layerflow.server.account import Refused
@@ -20,6 +20,7 @@ from layerflow.server.handlers.asked import (
     check_lookup,
     kept_bytes,
     read_lookup,
+    search_prompt,
     unreplaced,
     until_of,
     waiting,
@@ -39,7 +40,6 @@ from layerflow.server.search import (
     prompt_objects,
     view_of_tier,
 )
-from layerflow.spec import ModelSpec
 from layerflow.wire import messages as wire
 
 PINNED_BYTES = 64
@@ -74,7 +74,13 @@ class Lookups:
                 if saves is None:
                     await self._look(session, asked)
                 else:
-                    await self._find(session, asked, time.monotonic(), _search_in(saves, spec, asked), following=True)
+                    await self._find(
+                        session,
+                        asked,
+                        time.monotonic(),
+                        functools.partial(search_prompt, saves, spec, asked),
+                        following=True,
+                    )
         except Replaced:
             why = REPLACED if message.handoff else ""
             self._context.send(session, wire.Found(message.id, 0, [], False, why))
@@ -99,7 +105,7 @@ class Lookups:
         if why:
             await self._look(session, asked, why)
         else:
-            search = _search_in(view_of_handoff(context.pool, handoff), spec, asked)
+            search = functools.partial(search_prompt, view_of_handoff(context.pool, handoff), spec, asked)
             await self._find(session, asked, time.monotonic(), search, following=True)
 
     async def _look(self, session: ClientSession, asked: Asked, reason: str = "") -> None:
@@ -111,7 +117,9 @@ class Lookups:
         assert spec is not None
         heard = time.monotonic()
         if context.tier is None:
-            await self._find(session, asked, heard, _search_in(context.pool, spec, asked), reason=reason)
+            await self._find(
+                session, asked, heard, functools.partial(search_prompt, context.pool, spec, asked), reason=reason
+            )
             return
         # Direct workers read the pool themselves, and no peer.
         direct = any(worker.direct for worker in context.sessions.workers_of(session.engine))
@@ -150,7 +158,7 @@ class Lookups:
             prompt = digests, message.tokens, message.tail
             found = await ask_tier(context.pool, tier, spec, prompt, charge, direct=True)
         there = view_of_tier(None, tier, found)
-        hit = await in_slices(search_hit(there, spec, message.root, digests, message.tokens, message.tail))
+        hit = await in_slices(search_hit(there, spec, message.root, digests, message.tokens, own=message.tail))
         context.send(session, _found(message.id, hit))
 
     async def _reach(
@@ -180,7 +188,7 @@ class Lookups:
         pieces: set[bytes] = set()
         if covering is not None:
             there = view_of_tier(pool, tier, found, covering=covering)
-            hit = await in_slices(search_hit(there, spec, *prompt, asked.blocks))
+            hit = await in_slices(search_prompt(there, spec, asked))
             above = lookup.root, asked.digests
             pieces = await in_slices(bring_pieces(pool, tier, spec, covering, above, hit, found, session.engine))
         if pieces:
@@ -188,10 +196,11 @@ class Lookups:
             come_by = heard + tier.settings.lookup_timeout_ms / 1e3 if until is None else until
             lease_until = lookup.lease_ms / 1e3 + (time.monotonic() if until is None else until)
             session.leases[lookup.request] = lease_until
-            tier.lease([*pieces], lease_owner(session.engine, lookup.request), lease_until)
+            incoming = self._context.driver.incoming
+            incoming.lease(pieces, lease_owner(session.engine, lookup.request), lease_until)
             with session.account.charge(waiting(lookup), kept_bytes(lookup), always=True) as charge:
                 come = Answer[None](charge)
-                tier.when_come([*pieces], come_by, functools.partial(come.tell, None))
+                incoming.when_come(pieces, come_by, functools.partial(come.tell, None))
                 await unreplaced(session, come)
             lost = 0 if until is None else pool.lookup([*pieces]).count(False)
             if lost and not reason:
@@ -255,7 +264,7 @@ class Lookups:
         for keys in hit_keys(spec, asked.digests, hit):
             packed.append(pool.lease(keys, owner, until))
             if tier is not None:
-                tier.lease(keys, coming, until)
+                self._context.driver.incoming.lease(keys, coming, until)
             await next_turn()
         # A plan's columns are the shards of the whole spec.
         if len(spec.shard.peers()) != len(session.spec.shard.peers()):
@@ -302,14 +311,6 @@ class Lookups:
         self._context.metrics.lookup(session.labels, tokens, message.tokens - tokens, time.monotonic() - heard)
         session.figures.lookup_tokens += message.tokens
         session.figures.hit_tokens += tokens
-
-
-def _search_in(view: LookupSource, spec: ModelSpec, asked: Asked) -> Callable[[], Slices[HitLength]]:
-    """What searches a prompt's hit in `view`, each time anew."""
-    message = asked.message
-    return lambda: search_hit(
-        view, spec, message.root, asked.digests, message.tokens, message.tail, blocks=asked.blocks
-    )
 
 
 def _found(number: int, hit: HitLength) -> wire.Found:

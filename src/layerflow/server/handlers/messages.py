@@ -24,7 +24,7 @@ from layerflow.server.handlers.forget import purge, reset_engine
 from layerflow.server.handlers.handoffs import end_handoff, keep_part, open_handoff, release_handoff, watch_handoff
 from layerflow.server.handlers.lookups import Lookups
 from layerflow.server.handlers.steps import open_step, report, tell
-from layerflow.server.plans import lease_owner
+from layerflow.server.plans import is_lease_of, lease_owner
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import ToServer
 from layerflow.wire.rights import NotAllowed
@@ -108,8 +108,7 @@ class Handlers:
             context.handoffs.lose_session(session.number, "who opened it is gone")
         if not context.sessions.has_engine(session.engine):
             context.metrics.engine_gone(session.name)
-            if context.tier is not None:
-                context.tier.drop_leases(session.engine)
+            context.driver.incoming.drop_leases(lambda owner: is_lease_of(session.engine, owner))
         if session.memory:
             self._workers_changed()
         context.metrics.sessions(context.sessions.workers(), context.sessions.bound_to_size())
@@ -218,8 +217,7 @@ class Handlers:
         session.leases.pop(message.request, None)
         context.driver.follows.disallow(engine, message.request)
         context.pool.release(owner)
-        if context.tier is not None:
-            context.tier.drop_lease(owner)
+        context.driver.incoming.drop_lease(owner)
 
     def _later(
         self, session: ClientSession, number: int, work: Callable[[], Coroutine[Any, Any, dict[str, Any]]]

@@ -90,8 +90,7 @@ async def open_step(context: ServerContext, session: ClientSession, message: wir
         # Only what this worker has pinned itself now: the other ranks' objects are still leased for them.
         owner = lease_owner(session.engine, request)
         context.pool.release(owner, keys)
-        if context.tier is not None:
-            context.tier.drop_lease(owner, keys)
+        context.driver.incoming.drop_lease(owner, keys)
     more = {part.request for part in message.loads if part.more}
     for request in {part.request: None for part in message.loads if part.request not in more}:
         context.plans.opened(session.engine, request, session.number)
@@ -110,6 +109,7 @@ def _plan(context: ServerContext, session: ClientSession, message: wire.OpenStep
         context.sessions.replicas_of(session),
         context.driver.unclaimed,
         context.handoffs,
+        context.driver.incoming,
         context.driver.follows,
     )
 

@@ -29,12 +29,12 @@ from layerflow.links import links
 from layerflow.lives import Life
 from layerflow.objects import HEADER_BYTES, object_bytes, payload_bytes
 from layerflow.observe.logs import LogLimit
-from layerflow.pool.base import Located, Pool
+from layerflow.pool.base import Located, Owner, Pool
 from layerflow.server.account import Refused
-from layerflow.server.arrivals import Follows
 from layerflow.server.clients import Address, Reader, Sessions
 from layerflow.server.handoffs.handoff import Handoff, HandoffStatus, model_mismatch
 from layerflow.server.handoffs.registry import Handoffs
+from layerflow.server.incoming import Follows
 from layerflow.server.mailboxes import Mailboxes, Work, at_once, next_turn
 from layerflow.server.tier.host import HostProcess
 from layerflow.spec import GroupSpec, ModelSpec, Shard
@@ -105,7 +105,7 @@ class Lease:
 
 # What is lent while it is being stored: readers are told of each layer, and of objects that will not be whole.
 #
-# The core follows the save for them (:class:`layerflow.server.arrivals.Follows`), and keeps the room of what is
+# The core follows the save for them (:class:`layerflow.server.incoming.Follows`), and keeps the room of what is
 # given up until the exporter has said that it reads nothing of the lease any more.
 
 
@@ -138,7 +138,6 @@ class OpenObjects:
 
     def __init__(
         self,
-        pool: Pool,
         follows: Follows,
         models: Callable[[], Sequence[ModelSpec]],
         *,
@@ -146,13 +145,11 @@ class OpenObjects:
         tell: Callable[[Lease, Message], object],
         end: Callable[[Lease], None],
     ) -> None:
-        self._pool, self._follows, self._models = pool, follows, models
+        self._follows, self._models = follows, models
         self._extend, self._tell, self._end = extend, tell, end
-        self._lent: dict[bytes, dict[Lease, tuple[int, OpenObject]]] = {}
+        # By the owner of a lease: what it is lent, and where in the lease.
+        self._lent: dict[Owner, tuple[Lease, dict[bytes, tuple[int, OpenObject]]]] = {}
         follows.listener = self
-
-    def __len__(self) -> int:
-        return len(self._lent)
 
     def lend(self, lease: Lease, wanted: dict[bytes, int], spec: ModelSpec) -> dict[bytes, OpenObject]:
         """Lend what is being stored, or has room to be, of these keys.
@@ -166,60 +163,54 @@ class OpenObjects:
         for key in wanted:
             if key[DIGEST_BYTES:] in ends:
                 by_end.setdefault(key[DIGEST_BYTES:], []).append(key)
-        found: dict[bytes, OpenObject] = {}
+        mine: dict[bytes, tuple[int, OpenObject]] = {}
         saves: dict[object, int] = {}
         for end, keys in by_end.items():
             number, group = ends[end]
-            for key, pending in zip(keys, self._follows.lend(keys, number, group.layers), strict=True):
-                if pending is None:
+            lent = self._follows.lend(keys, number, group.layers, lease.owner)
+            for key, followed in zip(keys, lent, strict=True):
+                if followed is None:
                     continue
+                coming, job = followed
                 # What no step saves yet is stored by whichever steps come: each object on its own.
-                save = saves.setdefault(key if pending.job.promised else pending.job, len(saves))
-                nbytes = object_bytes(group, pending.blocks)
-                found[key] = OpenObject(pending.offset, pending.blocks, nbytes, pending.job.stored, save, group)
-                self._lent.setdefault(key, {})[lease] = wanted[key], found[key]
-        return found
+                save = saves.setdefault(key if job.promised else job, len(saves))
+                nbytes = object_bytes(group, coming.blocks)
+                found = OpenObject(coming.offset, coming.blocks, nbytes, job.stored, save, group)
+                mine[key] = wanted[key], found
+        if mine:
+            self._lent[lease.owner] = lease, mine
+        return {key: found for key, (_, found) in mine.items()}
 
     def drop(self, lease: Lease) -> None:
         """Nothing of the lease is read any more."""
-        gone = [key for key, leases in self._lent.items() if leases.pop(lease, None) is not None and not leases]
-        for key in gone:
-            del self._lent[key]
-        self._follows.give_back(gone)
+        if self._lent.pop(lease.owner, None) is not None:
+            self._follows.give_back(lease.owner)
 
-    def lent_stored(self, keys: Sequence[bytes], layers: int) -> None:
-        """So many leading layers of these are stored."""
-        for lease, mine in self._by_lease(keys).items():
-            self._more(lease, mine, layers)
-            self._tell(lease, wire.PeerProgress(lease.number, pack_u32([position for position, _ in mine]), layers))
+    def lent_stored(self, owner: Owner, keys: Sequence[bytes], layers: int) -> None:
+        """Let so many leading layers of these be read."""
+        if owner in self._lent:  # else it is about to be lent, and the answer tells what is stored
+            lease, positions = self._extended(owner, keys, layers)
+            self._tell(lease, wire.PeerProgress(lease.number, positions, layers))
 
-    def lent_whole(self, keys: Sequence[bytes]) -> None:
-        """These are complete: pinned for the lease."""
-        for lease, mine in self._by_lease(keys).items():
-            whole = [key for key in keys if lease in self._lent.get(key, ())]
-            self._pool.hold(whole, lease.owner, math.inf)
-            layers = len(mine[0][1].group.layers)
-            self._more(lease, mine, layers)
-            positions = pack_u32([position for position, _ in mine])
-            self._tell(lease, wire.PeerProgress(lease.number, positions, layers, committed=True))
+    def lent_whole(self, owner: Owner, keys: Sequence[bytes]) -> None:
+        """Let all of these be read."""
+        layers = len(self._lent[owner][1][keys[0]][1].group.layers)
+        lease, positions = self._extended(owner, keys, layers)
+        self._tell(lease, wire.PeerProgress(lease.number, positions, layers, committed=True))
 
-    def lent_lost(self, keys: Sequence[bytes], reason: str) -> None:
-        """These will not be whole: the lease ends, so that their room is free once nothing of it is read."""
-        for lease, mine in self._by_lease(keys).items():
-            positions = pack_u32([position for position, _ in mine])
-            self._tell(lease, wire.PeerProgress(lease.number, positions, 0, reason=reason or "its save was given up"))
-            self._end(lease)
+    def lent_lost(self, owner: Owner, keys: Sequence[bytes], reason: str) -> None:
+        """End the lease, so that the room of these is free once nothing of it is read."""
+        lease, mine = self._lent[owner]
+        positions = pack_u32([mine[key][0] for key in keys])
+        self._tell(lease, wire.PeerProgress(lease.number, positions, 0, reason=reason or "its save was given up"))
+        self._end(lease)
 
-    def _more(self, lease: Lease, mine: Sequence[tuple[int, OpenObject]], layers: int) -> None:
-        positions = pack_u32([position for position, _ in mine])
-        self._extend(Extend(lease.number, positions, pack_u64([one.bytes_of(layers) for _, one in mine])))
-
-    def _by_lease(self, keys: Sequence[bytes]) -> dict[Lease, list[tuple[int, OpenObject]]]:
-        found: dict[Lease, list[tuple[int, OpenObject]]] = {}
-        for key in keys:
-            for lease, lent in self._lent.get(key, {}).items():
-                found.setdefault(lease, []).append(lent)
-        return found
+    def _extended(self, owner: Owner, keys: Sequence[bytes], layers: int) -> tuple[Lease, bytes]:
+        """Tell the exporter how much of these may be read; their lease, and their positions in it."""
+        lease, mine = self._lent[owner]
+        positions = pack_u32([mine[key][0] for key in keys])
+        self._extend(Extend(lease.number, positions, pack_u64([mine[key][1].bytes_of(layers) for key in keys])))
+        return lease, positions
 
 
 # The objects of one lease, as the exporter and the reader are told of them.
@@ -463,7 +454,6 @@ class Lending:
         self._handoffs, self._sessions = handoffs, sessions
         self._sizes = OwnSizes(self._tell_all)
         self._open = OpenObjects(
-            pool,
             follows,
             models,
             extend=self._extend,

@@ -7,7 +7,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import structlog
@@ -19,9 +19,9 @@ from layerflow.errors import ConfigError, LayerflowError, ProtocolError
 from layerflow.flow.events import Event
 from layerflow.observe.collectors import PeerStatistics
 from layerflow.pool.base import Pool
-from layerflow.server.arrivals import Follows
 from layerflow.server.clients import Address, Sessions
 from layerflow.server.handoffs.registry import Handoffs
+from layerflow.server.incoming import Follows, IncomingObjects
 from layerflow.server.mailboxes import Mailboxes
 from layerflow.server.peers.attachment import Attachment, PeerTarget
 from layerflow.server.peers.handoffs import HandoffReading
@@ -80,7 +80,7 @@ class Peers:
     :param arena: descriptor and size. :param view: its bytes.
     :param models: the specs that workers here are attached with.
     :param send: to a client of the control sockets. :param emit: gives events to the core.
-    :param numbers: of fetches, shared with the tier's and with follows, and of everything that peers are asked.
+    :param incoming: what is on its way into the arena; what peers are asked has numbers of the same series.
     :param storing: hand-offs, and what is followed.
     :param sessions: of readers, among those of clients. :param mailboxes: likewise.
     :raises ConfigError: a tcp peer is named, and this server has no key of its own.
@@ -97,7 +97,7 @@ class Peers:
         models: Callable[[], Sequence[ModelSpec]],
         send: Callable[[Address, Message], object],
         emit: Callable[[Sequence[Event]], None],
-        numbers: Iterator[int],
+        incoming: IncomingObjects,
         storing: tuple[Handoffs, Follows],
         sessions: Sessions,
         mailboxes: Mailboxes,
@@ -111,7 +111,7 @@ class Peers:
             self.lending = Lending(settings, pool, arena, view, models, send, *storing, sessions, mailboxes)
         self.source: PeerSource | None = None
         self.reading: HandoffReading | None = None
-        self.parts = HandoffParts(storing[0], numbers)
+        self.parts = HandoffParts(storing[0], incoming.numbers)
         self._targets = [
             PeerTarget(
                 name=one.name, address=one.address, link=peers.link, keys=self._keys(one.address, one.server_key)
@@ -119,7 +119,7 @@ class Peers:
             for one in peers.attach
         ]
         if self._targets or peers.learn:
-            self.source = PeerSource(settings, pool, arena, emit, numbers, self._attachment, models, self.parts)
+            self.source = PeerSource(settings, pool, arena, emit, incoming, self._attachment, models, self.parts)
             self.reading = HandoffReading(settings, self.source)
 
     def start(self) -> None:

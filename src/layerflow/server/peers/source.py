@@ -17,14 +17,14 @@ import structlog
 from layerflow.config.peers import MAX_ATTACHED
 from layerflow.config.settings import Settings
 from layerflow.expiring import ExpiringSet
-from layerflow.flow.commands import Arrived, Call, ObjectsLost, RoomFreed, TransferDone
+from layerflow.flow.commands import Call
 from layerflow.flow.cost import LinkCost, LinkModel
 from layerflow.flow.events import Event, FetchAvailable, Hop, HostLost, IncomingFailed
 from layerflow.hosts.backend import ObjectStatus
 from layerflow.keys import describe_key
 from layerflow.links import links
 from layerflow.pool.base import NewObject, Pool
-from layerflow.server.arrivals import AtPeer, Fetches
+from layerflow.server.incoming import AtPeer, Fetches, IncomingObjects
 from layerflow.server.peers.attachment import Attachment, PeerNews, PeerTarget
 from layerflow.server.peers.parts import HandoffParts
 from layerflow.server.peers.questions import MARGIN, Offer, Offers, PeerAnswer, PeerQuestions, RemoteLease
@@ -267,8 +267,8 @@ class PeerSource:
 
     :param arena: descriptor and size.
     :param emit: gives events to the core.
-    :param numbers: of fetches, shared with the tier's and with follows, and of everything that peers are asked: a
-        refusal says no more.
+    :param incoming: what is on its way into the arena. What peers are asked has numbers of the same series: a refusal
+        says no more.
     :param models: the specs that workers here are attached with.
     :param parts: of this server's hand-offs, that peers keep.
     :param attach: makes the connection to a peer.
@@ -280,7 +280,7 @@ class PeerSource:
         pool: Pool,
         arena: tuple[int, int],
         emit: Callable[[Sequence[Event]], None],
-        numbers: Iterator[int],
+        incoming: IncomingObjects,
         attach: Callable[[PeerTarget, PeerSource], Attachment],
         models: Callable[[], Sequence[ModelSpec]],
         parts: HandoffParts,
@@ -291,16 +291,17 @@ class PeerSource:
         self.host = HostProcess(IMPORTER, options, *arena, self, mapped=links()[link].maps_arena)
         self.host_up = False
         self.peers: dict[str, Attachment] = {}
+        self._incoming = incoming
         self.fetches = Fetches(
-            pool, self.host.send, emit, self._read_failed, numbers, hop=Hop.PEER, ended=self._fetch_ended
+            incoming, self.host.send, self._read_failed, hop=Hop.PEER, called=self._called, ended=self._fetch_ended
         )
         self.offers = Offers()
         self._reading: dict[int, RemoteLease] = {}
         self._hidden: ExpiringSet[bytes] = ExpiringSet(MAX_HIDDEN_KEYS)  # their last read failed
         self._resting: ExpiringSet[Attachment] = ExpiringSet(MAX_ATTACHED)  # their link has failed
-        self.questions = PeerQuestions(self.offers, numbers)
+        self.questions = PeerQuestions(self.offers, incoming.numbers)
         self.releases = PeerReleases()
-        self.compatibility = ModelCompatibility(models, numbers)
+        self.compatibility = ModelCompatibility(models, incoming.numbers)
         self.partitions = PeerSizes(pool)
         self._parts = parts
         self.on_change: Callable[[Attachment | None], None] = lambda _: None  #: told when what can be read changes
@@ -358,7 +359,8 @@ class PeerSource:
     def holds(self, keys: Sequence[bytes]) -> list[bool]:
         """Which of `keys` are on their way, or lent to this server already."""
         now = time.monotonic()
-        return [key in self.fetches or self.offers.get(key, now) is not None for key in keys]
+        coming = self.fetches.among(keys)
+        return [come or self.offers.get(key, now) is not None for key, come in zip(keys, coming, strict=True)]
 
     def ask(self, keys: Sequence[bytes], then: Callable[[frozenset[bytes]], None], until: float) -> None:
         """Call `then` once, perhaps at once, by `until` (monotonic seconds): with those of `keys` that peers lend."""
@@ -409,12 +411,12 @@ class PeerSource:
         """Who lends it."""
         return self.offers.get(key, time.monotonic()) if self.host_up else None
 
-    def bring(self, objects: Sequence[NewObject], layers: Sequence[int], source: str) -> None:
+    def bring(self, objects: Sequence[NewObject], layers: Sequence[int], engine: str) -> None:
         """Fetch objects of one group, as far as peers lend them; see :meth:`coming`. Parameters as of the tier's."""
         by_lease: dict[tuple[RemoteLease, int], list[NewObject]] = {}
         for new in objects:
             offer = self.offered(new.key)
-            if offer is None or new.key in self.fetches:
+            if offer is None or new.key in self._incoming.coming:
                 continue
             if offer.nbytes != new.nbytes or offer.blocks != new.blocks:
                 self._read_failed(
@@ -433,20 +435,16 @@ class PeerSource:
             )  # fmt: skip
             available = lease.stored_layers(new.key for new in mine)
             positions = {new.key: lease.offers[new.key].position for new in mine}
-            number = self.fetches.begin(mine, layers, source, AtPeer(encode_origin(origin), positions, available))
+            number = self.fetches.begin(mine, layers, engine, AtPeer(encode_origin(origin), positions, available))
             if number:
                 lease.fetches.add(number)
                 lease.brought.update(positions)
                 self._reading[number] = lease
                 self.watch_leases()
 
-    def obey(self, command: Call | Arrived | ObjectsLost | RoomFreed | TransferDone) -> None:
-        """What the core wants done on the way from peers."""
-        if isinstance(command, Call):
-            lease = self._reading.get(command.transfer)
-            name = lease.peer.target.name if lease is not None else ""
-            self.costs.begun(command.call, command.nbytes, name)
-        self.fetches.obey(command)
+    def _called(self, call: Call) -> None:
+        lease = self._reading.get(call.transfer)
+        self.costs.begun(call.call, call.nbytes, lease.peer.target.name if lease is not None else "")
 
     def _fetch_ended(self, number: int) -> None:
         lease = self._reading.pop(number, None)
@@ -495,14 +493,9 @@ class PeerSource:
                 self._give_up(other, why)
                 self.release(other)
         for number in lease.reading():
-            objects = self.fetches.objects_of(number)
-            coming = [at for at, new in enumerate(objects) if self._is_coming(new.key, number)]
+            coming = self._incoming.positions(number)
             self.failures["fetch_failed"] += len(coming)
             self._emit([IncomingFailed(number, tuple((at, why) for at in coming))])
-
-    def _is_coming(self, key: bytes, number: int) -> bool:
-        coming = self.fetches.coming(key)
-        return coming is not None and coming.job.number == number
 
     # Peers ---------------------------------------------------------------------------------------
 
@@ -565,7 +558,7 @@ class PeerSource:
             unpack_u32(message.positions, len(message.positions) // 4, "positions").tolist(), message.layers
         )
         for number in lease.reading():
-            layers = lease.stored_layers(new.key for new in self.fetches.objects_of(number))
+            layers = lease.stored_layers(self._incoming.jobs[number].keys)
             if layers >= 0:
                 self._emit([FetchAvailable(number, layers)])
 

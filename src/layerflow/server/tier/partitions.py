@@ -21,7 +21,7 @@ from layerflow.keys import DIGEST_BYTES, KEY_BYTES
 from layerflow.objects import HEADER_BYTES, pack_header
 from layerflow.pool.base import NewObject, Owner, Reservation, ReserveStatus
 from layerflow.pool.covering import same_model
-from layerflow.server.arrivals import describe
+from layerflow.server.incoming import describe
 from layerflow.spec import ModelSpec, Shard
 from layerflow.wire.host_messages import EndFetch, EndWrite, Fetch, Fetched, Pull, Push, ToHost, Write, Written
 

@@ -11,7 +11,7 @@ import asyncio
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,18 +19,17 @@ import structlog
 
 from layerflow.config.settings import PoolSettings
 from layerflow.expiring import ExpiringSet
-from layerflow.flow.commands import Arrived, Call, ObjectsLost, RoomFreed, TransferDone, WriteBegun, Written
-from layerflow.flow.events import Event, Hop, HostLost, WriteOpened
+from layerflow.flow.events import Event, HostLost, WriteOpened
 from layerflow.hosts.backend import IndexEntry, ObjectStatus
 from layerflow.keys import describe_key
 from layerflow.observe.collectors import TierStatistics
 from layerflow.pool.base import NewObject, Pool
 from layerflow.pool.chunk_index import NO_CHUNKS, ChunkIndex
-from layerflow.server.arrivals import Fetches, PendingFetch, StepKey
+from layerflow.server.incoming import Fetches, IncomingObject, IncomingObjects, StepKey, once
 from layerflow.server.tier.host import HostProcess
 from layerflow.server.tier.index import MAX_RECENT_CHUNKS, TierIndex
 from layerflow.server.tier.partitions import PartitionRegistry
-from layerflow.server.tier.writes import Writes
+from layerflow.server.tier.writes import WriteCommand, Writes
 from layerflow.system.numbers import ascending
 from layerflow.wire.host_messages import (
     Ask,
@@ -116,19 +115,6 @@ class Questions:
                 then(present)
 
 
-def once(until: float, then: Callable[[], None]) -> Callable[[], None]:
-    """Calls `then` when it is first called, or else at `until`."""
-    pending = [then]
-
-    def call() -> None:
-        if pending:
-            timer.cancel()
-            pending.pop()()
-
-    timer = asyncio.get_running_loop().call_later(max(0.0, until - time.monotonic()), call)
-    return call
-
-
 FREED_PER_SLICE = 2048
 """Entries of an index of no use any more that are freed before anything else may get its turn."""
 
@@ -138,7 +124,6 @@ HIDE_S = 30.0
 """How long an object whose read failed is not offered: long enough for an engine to recompute and store it anew."""
 ASK_S = 5.0
 """How long the backend may take to say which partitions are noted: nobody waits for it."""
-TierCommand = Call | Arrived | ObjectsLost | RoomFreed | WriteBegun | Written | TransferDone
 
 
 class Tier:
@@ -158,7 +143,7 @@ class Tier:
         pool: Pool,
         arena: tuple[int, int],
         emit: Callable[[Sequence[Event]], None],
-        numbers: Iterator[int] | None = None,
+        incoming: IncomingObjects,
     ) -> None:
         self.name = name
         self.settings = settings
@@ -176,7 +161,8 @@ class Tier:
         self._numbers = ascending()
         self._host = HostProcess(name, options, *arena, self)
         self._questions = Questions(self._host.send)
-        self._fetches = Fetches(pool, self._host.send, emit, self._read_failed, numbers)
+        self._incoming = incoming
+        self._fetches = Fetches(incoming, self._host.send, self._read_failed)
         self.partitions = PartitionRegistry(pool, self._host.send, self._which, self._noted, lambda: self.up)
         self._emit = emit
         self._writes = Writes(pool, self._host.send, emit, self._written, self._write_failed)
@@ -199,7 +185,8 @@ class Tier:
         """Return which of `keys` can be brought for certain: those on their way, and those in the tier's index."""
         known = self._index if self.up else ()
         hidden = self._hidden.among(keys, time.monotonic())
-        return [key in self._fetches or (key in known and key not in hidden) for key in keys]
+        coming = self._fetches.among(keys)
+        return [come or (key in known and key not in hidden) for key, come in zip(keys, coming, strict=True)]
 
     def ask(self, keys: Sequence[bytes], then: Callable[[frozenset[bytes]], None], until: float | None = None) -> None:
         """Call `then` once, perhaps at once, with those of `keys` that can be brought.
@@ -237,31 +224,27 @@ class Tier:
 
     # Loads ---------------------------------------------------------------------------------------
 
-    def bring(self, objects: Sequence[NewObject], layers: Sequence[int], source: str) -> None:
+    def bring(self, objects: Sequence[NewObject], layers: Sequence[int], engine: str) -> None:
         """Fetch objects of one group that are not in the arena, as far as that can be; see :meth:`coming`.
 
         :param layers: the model's layer numbers of the group.
-        :param source: the engine they are for.
+        :param engine: for which.
         """
         if not self.up:
             return
         hidden = self._hidden.among([new.key for new in objects], time.monotonic())
+        coming = self._incoming.coming
         missing = [
             new
             for new in objects
-            if new.key not in hidden and new.key not in self._fetches and (not self.indexed or new.key in self._index)
+            if new.key not in hidden and new.key not in coming and (not self.indexed or new.key in self._index)
         ]
         if missing:
-            self._fetches.begin(missing, layers, source)
+            self._fetches.begin(missing, layers, engine)
 
-    def coming(self, key: bytes) -> PendingFetch | None:
-        """An object's room in the arena while it is on its way."""
+    def coming(self, key: bytes) -> IncomingObject | None:
+        """An object's room in the arena while it is on its way from the backend."""
         return self._fetches.coming(key)
-
-    @property
-    def fetches(self) -> Fetches:
-        """What is on its way from the backend."""
-        return self._fetches
 
     def revoke_writes(self, reason: str) -> int:
         """What is on its way to the backend is not published there. How many objects."""
@@ -288,15 +271,9 @@ class Tier:
         finally:
             self._clearing.pop(number, None)
 
-    def obey(self, command: TierCommand) -> None:
-        """What the core wants done on the way from the tier, or to it."""
-        match command:
-            case Arrived() | RoomFreed():
-                self._fetches.obey(command)
-            case WriteBegun() | Written():
-                self._writes.obey(command)
-            case Call() | ObjectsLost() | TransferDone():
-                (self._fetches if command.hop is Hop.FETCH else self._writes).obey(command)
+    def obey(self, command: WriteCommand) -> None:
+        """What the core wants done on the way to the tier."""
+        self._writes.obey(command)
 
     # Saves ---------------------------------------------------------------------------------------
 

@@ -19,10 +19,12 @@ from layerflow.flow.events import CallDone, Event, Hop, Item, WriteOpened, Write
 from layerflow.flow.writes import SHED
 from layerflow.objects import HEADER_BYTES
 from layerflow.pool.base import NewObject, Owner, Pool
-from layerflow.server.arrivals import StepKey, describe
+from layerflow.server.incoming import StepKey, describe
 from layerflow.system.numbers import ascending
 from layerflow.wire import host_messages as wire
 from layerflow.wire.packing import pack_u32
+
+WriteCommand = WriteBegun | Call | Written | ObjectsLost | TransferDone
 
 
 @dataclass(slots=True, eq=False)
@@ -156,7 +158,7 @@ class Writes:
         done = tuple((failure.position, failure.reason) for failure in message.failed)
         self._emit([CallDone(Hop.WRITE, message.call, done)])
 
-    def obey(self, command: WriteBegun | Call | Written | ObjectsLost | TransferDone) -> None:
+    def obey(self, command: WriteCommand) -> None:
         """What the core wants done."""
         match command:
             case WriteBegun():

@@ -73,6 +73,7 @@ class FdServer:
         self,
         path: Path,
         rooms: Mapping[bytes, SharedRegion],
+        *,
         on_entered: Callable[[bytes, bytes], bool],
         on_gone: Callable[[bytes, str], None],
         on_hang_up: Callable[[bytes], None],

@@ -83,6 +83,7 @@ def make_app(
 async def serve_http(
     host: str,
     port: int,
+    *,
     status: Callable[[], Mapping[str, Any]],
     metrics: Callable[[], bytes],
     health: Callable[[], Mapping[str, Any]],

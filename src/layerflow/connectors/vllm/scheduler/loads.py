@@ -200,6 +200,7 @@ def plan_load(
     tracked: Tracked,
     tables: Sequence[np.ndarray],
     tokens: int,
+    *,
     plan: StepPlan,
     early: Collection[int] = (),
 ) -> int:

@@ -603,7 +603,12 @@ class SchedulerSide:
         if tracked.load is not None:
             tracked.drafted &= loads_drafts(self.spec, tracked.hit, tracked.load[1])
         tracked.loaded_tokens += plan_load(
-            self.spec, tracked, self._saves.tables(tracked.tables), tokens, plan, self.step_loads.early_groups
+            self.spec,
+            tracked,
+            self._saves.tables(tracked.tables),
+            tokens,
+            plan=plan,
+            early=self.step_loads.early_groups,
         )
         if tracked.background:
             plan.timeouts |= self._handoffs.timeout_of(tracked)
