@@ -23,6 +23,7 @@ from layerflow.keys import Chain, object_key, root_digest
 from layerflow.objects import object_bytes
 from layerflow.pool.base import NewObject
 from layerflow.server import EmbeddedServer
+from layerflow.server.clients import ClientSession
 from layerflow.spec import GroupSpec, ModelSpec, Plane
 from layerflow.wire import messages as wire
 
@@ -218,13 +219,16 @@ def muted(server: EmbeddedServer) -> Callable[[], None]:
     """The server takes lookups and keeps its answers to itself until the returned function is called."""
     handlers, kept = server.server._handlers, []
     lookup = handlers._lookups.look_up
-    handlers._lookups.look_up = lambda session, message: kept.append((session, message)) or ()  # type: ignore
+
+    async def keep(session: ClientSession, message: wire.Lookup) -> None:
+        kept.append((session, message))
+
+    handlers._lookups.look_up = keep  # type: ignore[method-assign]
 
     def go_on() -> None:
         handlers._lookups.look_up = lookup  # type: ignore[method-assign]
         for session, message in kept:
-            for _ in lookup(session, message):
-                pass
+            server.server.mailboxes.start(session.account, lookup(session, message))
 
     return lambda: server.call(go_on)  # type: ignore[return-value]
 
@@ -311,7 +315,7 @@ def test_a_refused_lookup_is_a_miss_and_nothing_else_is_lost(
     store(server, prompt(40))
     lookups = dial(server)
 
-    def refuse(session: Any, message: wire.Lookup) -> None:
+    async def refuse(session: Any, message: wire.Lookup) -> None:
         raise LayerflowError("not today")
 
     with monkeypatch.context() as patch:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -221,18 +219,14 @@ def test_what_is_lent_of_a_hand_off_comes_from_the_step_that_saves_it_or_is_told
     assert server.pool.pinned_by("reader") == 1, "until it is released"
 
 
-async def test_who_waits_hears_of_the_end_of_all_of_them_or_at_the_deadline(server: Server) -> None:
+async def test_who_waits_hears_of_the_end_of_all_of_them(server: Server) -> None:
     all_of_them(server)
     heard: list[str] = []
-    later = time.monotonic() + 60.0
-    server.incoming.when_come([key(4)], later, lambda: heard.append("unknown"))
+    server.incoming.when_come([key(4)], lambda: heard.append("unknown"))
     assert heard == ["unknown"], "it is not on its way"
-    server.incoming.when_come([key(1), key(2)], later, lambda: heard.append("both"))
-    timed_out = asyncio.Event()
-    server.incoming.when_come([key(1)], time.monotonic(), timed_out.set)
+    server.incoming.when_come([key(1), key(2)], lambda: heard.append("both"))
     server.heard(server.tier, Hop.FETCH)
     assert heard == ["unknown"]
-    await timed_out.wait()
     server.emit([HostLost("the importer is gone", (Hop.PEER,))])
     assert heard == ["unknown", "both"], "whatever became of it"
 
@@ -240,7 +234,7 @@ async def test_who_waits_hears_of_the_end_of_all_of_them_or_at_the_deadline(serv
 async def test_who_has_waited_may_go_on_to_what_ends_the_rest(server: Server) -> None:
     """While the book is still at the command that has ended the wait."""
     server.tier.begin([new(1), new(2)], range(LAYERS), "engine")
-    server.incoming.when_come([key(1)], time.monotonic() + 60.0, lambda: server.emit([HostLost("it is gone")]))
+    server.incoming.when_come([key(1)], lambda: server.emit([HostLost("it is gone")]))
     server.emit([IncomingFailed(1, ((0, "it is broken"),))])
     assert not server.incoming.coming and not server.incoming.jobs and server.ended == [1]
     assert server.pool.statistics().half_written == 0

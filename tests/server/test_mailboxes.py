@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 import weakref
 from collections.abc import Callable
 
@@ -171,3 +173,25 @@ async def test_what_waits_is_closed_with_its_client_and_nothing_of_it_is_left() 
     answers.clear()
     assert log == ["a closed"]
     assert gone() is None, "it waits for no garbage collector"
+
+
+async def test_an_answer_that_nothing_tells_in_time_is_what_was_to_be_then(account: Open) -> None:
+    log: list[str] = []
+    over = asyncio.Event()
+
+    async def waits(name: str, until: float) -> None:
+        with account(1).charge(name) as charge:
+            answer = Answer[str](charge)
+            if name == "told":
+                answer.tell("told")
+            log.append(await answer.by(until, "nothing"))
+        over.set()
+
+    pending = Mailboxes()
+    pending.start(account(1), waits("told", math.inf))
+    pending.start(account(1), waits("told", time.monotonic()))
+    over.clear()
+    pending.start(account(1), waits("late", time.monotonic()))
+    await asyncio.wait_for(over.wait(), 10)
+    assert log == ["told", "told", "nothing"]
+    assert not account(1).entries

@@ -128,7 +128,7 @@ def test_a_hit_counts_as_a_lease_however_its_plan_ends(embed: Embed) -> None:
         assert looker.lookup("a", chain).plan and looker.lookup("a", chain).plan, "the first one is given up"
         hit = looker.lookup("b", chain)
         assert hit.plan is not None
-        looker._tell(wire.DropLease("b", hit.plan.number, 60_000))
+        looker._client.tell(wire.DropLease("b", hit.plan.number, 60_000))
         assert looker.lookup("c", chain).tokens == 0
         looker.drop_lease("b")
         assert looker.lookup("c", chain).tokens == 39

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +24,7 @@ from layerflow.pool.chunk_index import NO_CHUNKS, ChunkIndex
 from layerflow.pool.memory import MemoryPool
 from layerflow.server.account import Accounts, Allowance, Charge
 from layerflow.server.incoming import IncomingObjects
+from layerflow.server.mailboxes import Mailboxes
 from layerflow.server.search import FEW_CHUNKS, ask_tier, view_of_tier
 from layerflow.server.tier import tier as real
 from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
@@ -81,13 +82,13 @@ class Tier(Arena):
     def holds(self, keys: Sequence[bytes]) -> list[bool]:
         return [False] * len(keys)
 
-    def ask(self, keys: Sequence[bytes], then: Callable[[frozenset[bytes]], None], until: float) -> None:
+    async def ask(self, keys: Sequence[bytes], charge: Charge, until: float) -> frozenset[bytes]:
         assert len(set(keys)) == len(keys)
         self.until.append(until)
         if keys:
             self.asked.append(len(keys))
         self.answers -= 1
-        then(self.keys & set(keys) if self.answers >= 0 else frozenset())
+        return self.keys & frozenset(keys) if self.answers >= 0 else frozenset()
 
 
 def spec_of(windows: Sequence[int], shards: int = 1) -> ModelSpec:
@@ -197,16 +198,24 @@ def tier(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[real.Tier, list[Ask]
         yield tier, sent
 
 
+def ask(tier: real.Tier, keys: Sequence[bytes], answers: list[frozenset[bytes]], within_s: float = 60.0) -> None:
+    async def told() -> None:
+        answers.append(await tier.ask(keys, kept, time.monotonic() + within_s))
+
+    kept = charge()
+    Mailboxes().start(kept.account, told())
+
+
 async def test_equal_questions_under_way_are_one(tier):
     asked, sent = tier
     answers: list[frozenset[bytes]] = []
     one, two = bytes(24), b"2" * 24
     for keys in ([one, two], [one, two], [one]):
-        asked.ask(keys, answers.append)
+        ask(asked, keys, answers)
     assert [len(ask.keys) // 24 for ask in sent] == [2, 1]
     asked.host_said(Present(sent[0].id, b"\1\0"))
     assert answers == [frozenset([one])] * 2
-    asked.ask([one, two], answers.append)
+    ask(asked, [one, two], answers)
     assert len(sent) == 3, "what was answered is asked anew"
     asked.host_lost("for a test")
     assert answers[2:] == [frozenset()] * 2
@@ -216,7 +225,7 @@ async def test_equal_questions_under_way_are_one(tier):
 async def test_a_question_past_its_deadline_is_not_asked(tier):
     asked, sent = tier
     answers: list[frozenset[bytes]] = []
-    asked.ask([bytes(24)], answers.append, time.monotonic())
+    ask(asked, [bytes(24)], answers, within_s=0.0)
     assert answers == [frozenset()] and not sent
 
 

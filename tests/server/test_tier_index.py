@@ -12,6 +12,7 @@ import pytest
 
 from layerflow.config.settings import PoolSettings
 from layerflow.hosts.backend import IndexEntry
+from layerflow.server.incoming import IncomingObjects
 from layerflow.server.tier.tier import FREED_PER_SLICE, Tier
 from layerflow.wire.host_messages import Down, Evicted, Indexed, ToServer, Up
 from layerflow.wire.packing import pack_u32
@@ -28,7 +29,9 @@ class Pool:
 
 @pytest.fixture
 async def tier() -> AsyncIterator[Tier]:
-    made = Tier("disk", {}, PoolSettings(), Pool(), (0, 4096), lambda events: None)
+    pool = Pool()
+    incoming = IncomingObjects(pool, lambda events: None)
+    made = Tier("disk", {}, PoolSettings(), pool, (0, 4096), lambda events: None, incoming)
     yield made
     if made.partitions._timer is not None:
         made.partitions._timer.cancel()

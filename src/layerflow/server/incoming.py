@@ -6,9 +6,7 @@ know: which objects they are, where they have room in the arena, whose that is, 
 
 from __future__ import annotations
 
-import asyncio
 import math
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -189,13 +187,13 @@ class IncomingObjects:
             for then in done:
                 then()
 
-    def when_come(self, keys: Iterable[bytes], until: float, then: Callable[[], None]) -> None:
-        """Call `then` once: when none of these is on its way, whatever became of it, or at `until`; perhaps at once."""
-        left, call = {key for key in keys if key in self.coming}, once(until, then)
+    def when_come(self, keys: Iterable[bytes], then: Callable[[], None]) -> None:
+        """Call `then` once none of these is on its way any more, whatever became of it; perhaps at once."""
+        left = {key for key in keys if key in self.coming}
         if left:
-            self._waiting.append((left, call))
+            self._waiting.append((left, then))
         else:
-            call()
+            then()
 
     def lease(self, keys: Iterable[bytes], owner: Owner, until: float) -> None:
         """Pin for `owner`, once they have come, those of these that are fetched."""
@@ -276,19 +274,6 @@ class IncomingObjects:
 
     def _fetched(self) -> int:
         return sum(isinstance(each.job, FetchJob) for each in self.coming.values())
-
-
-def once(until: float, then: Callable[[], None]) -> Callable[[], None]:
-    """Calls `then` when it is first called, or else at `until`."""
-    pending = [then]
-
-    def call() -> None:
-        if pending:
-            timer.cancel()
-            pending.pop()()
-
-    timer = asyncio.get_running_loop().call_later(max(0.0, until - time.monotonic()), call)
-    return call
 
 
 # Fetched by a host.

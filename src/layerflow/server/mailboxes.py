@@ -9,6 +9,7 @@ ones are handled meanwhile, and it goes on, in its client's turn, once it has be
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import types
 from collections import deque
@@ -82,6 +83,17 @@ class Answer(Generic[T]):
             self._go_on = None  # it refers to the message, which refers to this: nothing waits for the collector
             self._charge.on_end(None)
         return self._told[0]
+
+    async def by(self, until: float, otherwise: T) -> T:
+        """What it is told, or `otherwise` where nothing is by `until` (monotonic seconds; ``inf`` = never)."""
+        if until == math.inf:
+            return await self
+        delay = max(0.0, until - time.monotonic())
+        timer = asyncio.get_running_loop().call_later(delay, self.tell, otherwise)
+        try:
+            return await self
+        finally:
+            timer.cancel()
 
     def _park(self, work: Work, go_on: Callable[[], None]) -> None:
         """The message has stopped here."""

@@ -16,7 +16,7 @@ from layerflow.pool import base
 from layerflow.pool.base import Covering, NewObject, Pool
 from layerflow.pool.chunk_index import ANY_LENGTH, NO_CHUNKS, ChunkIndex, merged_sharing, merged_tails, renamed
 from layerflow.server.account import Charge
-from layerflow.server.mailboxes import Answer, in_slices
+from layerflow.server.mailboxes import in_slices
 from layerflow.spec import ModelSpec, Shard
 
 if TYPE_CHECKING:
@@ -169,10 +169,10 @@ async def ask_tier(
     lacking = [chunk for chunk, keys in enumerate(first) if keys]
     if len(lacking) <= FEW_CHUNKS:
         asked = await in_slices(unknown_keys(known, spec, list(dict.fromkeys([*digests, *more])), every))
-        return await _ask(tier, with_alternatives(covering, chain.from_iterable(asked)), until, charge)
+        return await tier.ask(with_alternatives(covering, chain.from_iterable(asked)), charge, until)
     probed = [lacking[at] for at in (*doubling(len(lacking) - 1), len(lacking) - 1)]
     probes = with_alternatives(covering, chain.from_iterable(first[chunk] for chunk in probed))
-    found = await _ask(tier, probes, until, charge)
+    found = await tier.ask(probes, charge, until)
     there = view_of_tier(pool, tier, found, covering=covering)
     end = next(
         (chunk for chunk in probed if not (found.issuperset(first[chunk]) or all(there.lookup(first[chunk])))),
@@ -181,13 +181,7 @@ async def ask_tier(
     left = [*digests[:end], *(more if end == len(digests) else others)]
     asked = await in_slices(unknown_keys(known, spec, list(dict.fromkeys(left)), every))
     keys = [key for key in with_alternatives(covering, chain.from_iterable(asked)) if key not in found]
-    return found | await _ask(tier, keys, until, charge)
-
-
-async def _ask(tier: Tier | Sources, keys: Sequence[bytes], until: float, charge: Charge) -> frozenset[bytes]:
-    answer = Answer[frozenset[bytes]](charge)
-    tier.ask(keys, answer.tell, until)
-    return await answer
+    return found | await tier.ask(keys, charge, until)
 
 
 def with_alternatives(covering: Covering | None, keys: Iterable[bytes]) -> list[bytes]:

@@ -5,15 +5,16 @@ Of what both have, the tier's is taken. What steps save goes to the tier alone.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from layerflow.config.settings import PoolSettings
 from layerflow.flow.events import WriteOpened
 from layerflow.pool.base import NewObject
 from layerflow.pool.chunk_index import NO_CHUNKS, ChunkIndex
+from layerflow.server.account import Charge
 from layerflow.server.incoming import IncomingObject, StepKey
+from layerflow.server.mailboxes import Answer
 from layerflow.server.tier.tier import Tier
 from layerflow.server.tier.writes import WriteCommand
 from layerflow.wire.host_messages import Cleared
@@ -41,30 +42,19 @@ class Sources:
             return behind
         return [any(pair) for pair in zip(behind, self.peers.holds(keys), strict=True)]
 
-    def ask(self, keys: Sequence[bytes], then: Callable[[frozenset[bytes]], None], until: float | None = None) -> None:
-        """Which of `keys` can be brought? Answered once, perhaps at once; both are asked at the same time."""
-        if self.peers is None:
-            assert self.tier is not None
-            self.tier.ask(keys, then, until)
-            return
-        peers, tier = self.peers, self.tier
-        until = time.monotonic() + self.settings.lookup_timeout_ms / 1e3 if until is None else until
-        if tier is None:
-            peers.ask(keys, then, until)
-            return
-        answers: list[frozenset[bytes]] = []
-
-        def behind(found: frozenset[bytes]) -> None:
-            peers.forgo(list(found))
-            heard(found)
-
-        def heard(found: frozenset[bytes]) -> None:
-            answers.append(found)
-            if len(answers) == 2:
-                then(answers[0] | answers[1])
-
-        peers.ask(keys, heard, until)
-        tier.ask(keys, behind, until)
+    async def ask(self, keys: Sequence[bytes], charge: Charge, until: float) -> frozenset[bytes]:
+        """Ask both at the same time which of `keys` can be brought; parameters as of :meth:`.Tier.ask`."""
+        lent = Answer[frozenset[bytes]](charge)
+        if self.peers is not None:
+            self.peers.ask(keys, lent.tell, until)
+        else:
+            lent.tell(frozenset())
+        found = frozenset[bytes]()
+        if self.tier is not None:
+            found = await self.tier.ask(keys, charge, until)
+            if self.peers is not None:
+                self.peers.forgo(list(found))
+        return found | await lent
 
     def worth(self, found: frozenset[bytes], compute_s: float, objects: int) -> frozenset[bytes]:
         """Less what peers have, where reading it would take longer than computing it.

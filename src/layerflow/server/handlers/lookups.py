@@ -151,9 +151,9 @@ class Lookups:
         del digests  # read again behind the wait
         with session.account.charge(waiting(message), kept_bytes(message) + len(keys) * KEPT_KEY_BYTES) as charge:
             written = Answer[None](charge)
-            tier.when_written(keys, time.monotonic() + message.written_ms / 1e3, functools.partial(written.tell, None))
+            tier.when_written(keys, functools.partial(written.tell, None))
             del keys
-            await written
+            await written.by(time.monotonic() + message.written_ms / 1e3, None)
             digests = (await read_lookup(spec, message)).digests
             prompt = digests, message.tokens, message.tail
             found = await ask_tier(context.pool, tier, spec, prompt, charge, direct=True)
@@ -200,8 +200,8 @@ class Lookups:
             incoming.lease(pieces, lease_owner(session.engine, lookup.request), lease_until)
             with session.account.charge(waiting(lookup), kept_bytes(lookup), always=True) as charge:
                 come = Answer[None](charge)
-                incoming.when_come(pieces, come_by, functools.partial(come.tell, None))
-                await unreplaced(session, come)
+                incoming.when_come(pieces, functools.partial(come.tell, None))
+                await unreplaced(session, come.by(come_by, None))
             lost = 0 if until is None else pool.lookup([*pieces]).count(False)
             if lost and not reason:
                 reason = f"{lost} of {len(pieces)} objects of another size did not come"

@@ -8,7 +8,6 @@ costs the prefiller nothing.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import heapq
 import itertools
@@ -174,12 +173,8 @@ class Handoffs:
         """
         answer = Answer[Handoff](charge)
         handoff.watchers[answer.tell] = None
-        timer = None
-        if until < math.inf:
-            delay = max(0.0, until - time.monotonic())
-            timer = asyncio.get_running_loop().call_later(delay, answer.tell, handoff)
         try:
-            return await answer
+            return await answer.by(until, handoff)
         except GeneratorExit:
             handoff.watchers.pop(answer.tell, None)
             if handoff.status is HandoffStatus.ANNOUNCED and not (handoff.watchers or handoff.engine):
@@ -187,8 +182,6 @@ class Handoffs:
             raise
         finally:
             handoff.watchers.pop(answer.tell, None)
-            if timer is not None:
-                timer.cancel()
 
     async def outlast(
         self, name: str, pending: Callable[[Handoff], bool], until: float, charge: Callable[..., Charge]

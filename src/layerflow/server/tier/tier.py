@@ -25,7 +25,9 @@ from layerflow.keys import describe_key
 from layerflow.observe.collectors import TierStatistics
 from layerflow.pool.base import NewObject, Pool
 from layerflow.pool.chunk_index import NO_CHUNKS, ChunkIndex
-from layerflow.server.incoming import Fetches, IncomingObject, IncomingObjects, StepKey, once
+from layerflow.server.account import Charge
+from layerflow.server.incoming import Fetches, IncomingObject, IncomingObjects, StepKey
+from layerflow.server.mailboxes import Answer
 from layerflow.server.tier.host import HostProcess
 from layerflow.server.tier.index import MAX_RECENT_CHUNKS, TierIndex
 from layerflow.server.tier.partitions import PartitionRegistry
@@ -188,18 +190,20 @@ class Tier:
         coming = self._fetches.among(keys)
         return [come or (key in known and key not in hidden) for key, come in zip(keys, coming, strict=True)]
 
-    def ask(self, keys: Sequence[bytes], then: Callable[[frozenset[bytes]], None], until: float | None = None) -> None:
-        """Call `then` once, perhaps at once, with those of `keys` that can be brought.
+    async def ask(self, keys: Sequence[bytes], charge: Charge, until: float) -> frozenset[bytes]:
+        """Ask the backend which of `keys` can be brought; one with an index has said so already.
 
-        :param until: the answer comes by then, monotonic seconds; None = within ``pool.lookup_timeout_ms``.
+        :param charge: of the client that waits.
+        :param until: the answer comes by then, monotonic seconds.
         """
         hidden = self._hidden.among(keys, time.monotonic())
         wanted = [key for key in keys if key not in hidden] if self.up and not self.indexed else []
-        timeout_s = self.settings.lookup_timeout_ms / 1e3 if until is None else until - time.monotonic()
+        timeout_s = until - time.monotonic()
         if not wanted or timeout_s <= 0:
-            then(frozenset())
-            return
-        self._questions.ask(wanted, then, timeout_s)
+            return frozenset()
+        answer = Answer[frozenset[bytes]](charge)
+        self._questions.ask(wanted, answer.tell, timeout_s)
+        return await answer
 
     def _which(self, keys: Sequence[bytes], then: Callable[[frozenset[bytes]], None]) -> None:
         """Which of these are in the backend?"""
@@ -293,9 +297,9 @@ class Tier:
         """These are whole in the arena."""
         self._writes.committed(step, keys)
 
-    def when_written(self, keys: Sequence[bytes], until: float, then: Callable[[], None]) -> None:
-        """Call `then` once, when none of `keys` is on its way into the tier, or at `until`; perhaps at once."""
-        self._writes.when_ended(keys, once(until, then))
+    def when_written(self, keys: Sequence[bytes], then: Callable[[], None]) -> None:
+        """Call `then` once none of `keys` is on its way into the tier any more; perhaps at once."""
+        self._writes.when_ended(keys, then)
 
     # The host ------------------------------------------------------------------------------------
 
