@@ -5,12 +5,14 @@ from pages import page, sections
 
 from layerflow.flow.graph import JOB_LIFE, OBJECT_LIFE, PART_LIFE
 from layerflow.server.handoffs.handoff import HANDOFF_LIFE
+from layerflow.server.peers.lending import LEASE_LIFE
 
 LIVES = {
     "One direction of a step": JOB_LIFE,
     "A part of a step": PART_LIFE,
     "An object on its way": OBJECT_LIFE,
     "A hand-off": HANDOFF_LIFE,
+    "A lease of a peer": LEASE_LIFE,
 }
 
 

@@ -11,6 +11,7 @@ from layerflow.server import clients as clients_module
 from layerflow.server.account import Accounts, Allowance
 from layerflow.server.clients import IDLE_S, LOCAL, MAX_GREETED, Clients, ClientSession, Sessions
 from layerflow.wire import codec
+from layerflow.wire.rights import HERE
 
 
 class World:
@@ -50,3 +51,14 @@ def test_only_who_cannot_write_to_the_arena_is_lost_by_silence(
     world.clients.lose_silent(session)
     assert world.lost == ([] if may_write else [(session.number, "idle")])
     assert session.silent == may_write
+
+
+def test_a_server_that_reads_is_lost_by_silence_and_with_its_connection() -> None:
+    world = World()
+    reader = world.sessions.open_reader((LOCAL, b"peer"), "peer", 1, 100.0, HERE)
+    assert (world.sessions.at(reader.address), world.sessions.readers(), len(world.sessions)) == (reader, [reader], 0)
+    world.clients.lose_silent(reader)
+    world.clients.disconnected(reader)
+    assert world.lost == [(reader.number, "silent"), (reader.number, "hung_up")]
+    world.sessions.close(reader)
+    assert world.sessions.at(reader.address) is None and not world.sessions.all() and reader.account.closed

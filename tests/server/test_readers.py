@@ -168,6 +168,85 @@ def test_questions_that_wait_are_bounded_and_end_with_their_reader(embed: Embed)
     assert eventually(lambda: server.call(lambda: server.server.accounts.nbytes) == 0), "it ends in slices"
 
 
+def test_a_lease_ends_at_its_time_unless_it_is_renewed(embed: Embed, reader_of: Readers) -> None:
+    server = embed(peers__serve=True)
+    keys = stored(server, 64)
+    reader = reader_of(server)
+    reader.look(keys, 60_000)
+    asked = time.monotonic()
+    lease = reader.hear(wire.PeerFound).lease
+
+    def expire(now: float) -> None:
+        server.call(lambda: server.server.peers.lending.expire(now))
+
+    def expired() -> int:
+        return int(server.call(lambda: server.server.peers.lending.counts()["expired_leases"]))
+
+    expire(asked + 59.0)
+    assert (expired(), pinned(server)) == (0, len(keys))
+    reader.say(wire.PeerBeat(1.0, [lease, lease + 1]))
+    while (beat := reader.hear(wire.PeerBeat)).sent != 1.0:
+        pass
+    assert list(beat.renew) == [lease], "it holds no other"
+    renewed = time.monotonic()
+    expire(asked + 60.0)
+    assert expired() == 0
+    expire(renewed + 60.0)
+    assert expired() == 1 and eventually(lambda: (leases(server), pinned(server)) == (0, 0))
+    reader.say(wire.PeerBeat(2.0, [lease]))
+    while (beat := reader.hear(wire.PeerBeat)).sent != 2.0:
+        pass
+    assert not beat.renew, "what is over is not renewed"
+
+
+def test_a_lease_of_another_reader_is_not_released_or_renewed(embed: Embed, reader_of: Readers) -> None:
+    server = embed(peers__serve=True)
+    keys = stored(server, 64)
+    reader, other = reader_of(server), RawReader(server, "other")
+    reader.look(keys)
+    lease = reader.hear(wire.PeerFound).lease
+    other.say(wire.PeerRelease(lease))
+    other.say(wire.PeerBeat(1.0, [lease]))
+    while (beat := other.hear(wire.PeerBeat)).sent != 1.0:
+        pass
+    assert not beat.renew and leases(server) == 1
+    other.close()
+    assert eventually(lambda: server.call(lambda: len(server.server.sessions.readers())) == 1)
+    assert leases(server) == 1 and pinned(server) == len(keys)
+
+
+def test_readers_and_clients_have_numbers_of_one_kind(embed: Embed, reader_of: Readers) -> None:
+    """What one has opened, such as a hand-off, is not ended with another."""
+    server = embed(peers__serve=True)
+    reader_of(server)
+    client = RawClient(server.context, server.endpoint, SPEC, "client")
+    numbers = server.call(lambda: [session.number for session in server.server.sessions.all()])
+    assert len(set(numbers)) == 2 and client.number in numbers
+    assert [session.number for session in server.server.sessions] == [client.number], "a reader is no client"
+    client.close()
+
+
+def test_pins_of_a_lease_stay_until_the_exporter_has_said_that_nothing_is_read(
+    embed: Embed, reader_of: Readers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = embed(peers__serve=True)
+    keys = stored(server, 64)
+    reader = reader_of(server)
+    reader.look(keys)
+    number = reader.hear(wire.PeerFound).lease
+    lender = server.server.peers.lending
+    lease, told = lender._leases[number], list[object]()
+    monkeypatch.setattr(lender.exporting, "send", lambda message: told.append(message) or True)
+    server.call(lambda: lender._withdrawn(number))
+    assert lease.state is lending.LeaseState.LENT, "the exporter was not asked to end it"
+    server.call(lambda: lender._end(lease))
+    server.call(lambda: lender._end(lease))
+    assert lease.state is lending.LeaseState.WITHDRAWN and len(told) == 1 and pinned(server) == len(keys)
+    server.call(lambda: lender._withdrawn(number))
+    assert (lease.state, leases(server), pinned(server)) == (lending.LeaseState.OVER, 0, 0)
+    monkeypatch.undo()
+
+
 @pytest.mark.parametrize("before", [1 << 16, 1 << 32, 1 << 63], ids=["2**16", "2**32", "2**63"])
 @pytest.mark.parametrize("many", [6, pytest.param(1000, marks=pytest.mark.campaign)])
 def test_follows_go_on_past_each_size_of_number(

@@ -1,4 +1,4 @@
-"""Who is attached: clients that come, fall silent and go, and what each may do."""
+"""Who is attached: clients and reading servers that come, fall silent and go, and what each may do."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ from layerflow.system.numbers import ascending
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import Message
+from layerflow.wire.peer_link import READER_BYTES
 from layerflow.wire.rights import HERE, Rights
 
-# Who is attached: clients by their address on the control socket, and what each may do.
+# Who is attached, by the address on the control socket, and what each may do.
 
 
 LOCAL, REMOTE = "local", "tcp"
@@ -84,15 +85,50 @@ class EngineNames:
         del self._engine_of[self._name_of.pop(engine)]
 
 
-@dataclass(slots=True)
-class ClientSession:
-    """One client: an engine worker (with `memory`) or one that only looks things up.
+@dataclass(slots=True, eq=False, kw_only=True)
+class Session:
+    """Whoever has said hello on a control socket.
 
-    :param engine: the identity it has given itself, or one of its own; see :meth:`Rights.name_of`.
-    :param name: what its engine is called in status, logs and metrics; see :class:`EngineNames`.
+    :param name: what it is called in status and logs.
     :param rights: what it may do.
     :param account: what it makes the server keep.
     :param heard: when it last said anything, monotonic seconds.
+    :param silent: it missed its heartbeats.
+    """
+
+    number: int
+    address: Address
+    name: str
+    pid: int
+    rights: Rights
+    account: Account
+    heard: float
+    silent: bool = False
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Reader(Session):
+    """A server that reads from this one's arena.
+
+    :param leases: numbers of those that it holds.
+    :param lookups: how many it has asked.
+    :param link_name: names it on the link over which it reads.
+    """
+
+    leases: set[int] = field(default_factory=set)
+    lookups: int = 0
+    link_name: bytes = field(default_factory=lambda: secrets.token_bytes(READER_BYTES))
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class ClientSession(Session):
+    """One client: an engine worker (with `memory`) or one that only looks things up.
+
+    An engine worker that is silent still owns what it may write to; only the fd server says that it cannot write any
+    more.
+
+    :param engine: the identity it has given itself, or one of its own; see :meth:`Rights.name_of`.
+    :param name: what its engine is called in status, logs and metrics; see :class:`EngineNames`.
     :param token: what it names itself by at the fd server.
     :param at_fd_server: it is connected there, so the death of its process will be seen.
     :param entered: it was given the arena there.
@@ -100,29 +136,19 @@ class ClientSession:
     :param direct: it moves bytes past the arena.
     :param open_steps: by number, the bytes that each of its unfinished steps asked to be moved.
     :param leases: by request, when the lease of its last hit runs out (monotonic seconds).
-    :param silent: it missed its heartbeats. An engine worker that is silent still owns what it may write
-        to; only the fd server says that it cannot write any more.
     :param resets: how often its engine's weights were replaced.
     :param pinned: how many bytes of the arena it has pinned for its device; -1 = it has none to pin them for.
     """
 
-    number: int
-    address: Address
     token: bytes
     engine: str
-    name: str
     client: str
-    pid: int
-    rights: Rights
-    account: Account
-    heard: float
     spec: ModelSpec | None = None
     memory: bool = False
     direct: bool = False
     at_fd_server: bool = False
     entered: bool = False
     entered_at: float = 0.0
-    silent: bool = False
     open_steps: dict[int, int] = field(default_factory=dict)
     leases: dict[str, float] = field(default_factory=dict)
     resets: int = 0
@@ -135,14 +161,18 @@ class ClientSession:
         return self.name, self.spec.name if self.spec is not None else ""
 
 
+AnySession = ClientSession | Reader
+"""What a client may be: :data:`layerflow.wire.rights.Role` says which messages each kind may send."""
+
+
 class Sessions:
-    """All sessions, found by number, address or token."""
+    """All sessions: those of clients, found by number, address or token, and those of reading servers, by address."""
 
     def __init__(self, accounts: Accounts) -> None:
         self.accounts = accounts
         self._numbers = ascending()
         self._by_number: dict[int, ClientSession] = {}
-        self._by_address: dict[Address, ClientSession] = {}
+        self._by_address: dict[Address, AnySession] = {}
         self._by_token: dict[bytes, ClientSession] = {}
         self._names = EngineNames()
 
@@ -188,29 +218,52 @@ class Sessions:
         self._by_token[token] = session
         return session
 
-    def close(self, session: ClientSession) -> None:
-        """Forget it; what was kept for it ends."""
-        del self._by_number[session.number]
+    def open_reader(self, address: Address, name: str, pid: int, now: float, rights: Rights) -> Reader:
+        """Open a session for a server that reads here."""
+        reader = Reader(
+            number=next(self._numbers),
+            address=address,
+            name=name,
+            pid=pid,
+            rights=rights,
+            account=self.accounts.of(address),
+            heard=now,
+        )
+        self._by_address[address] = reader
+        return reader
+
+    def close(self, session: AnySession) -> None:
+        """Forget a session; what was kept for it ends."""
         del self._by_address[session.address]
-        del self._by_token[session.token]
+        if isinstance(session, ClientSession):
+            del self._by_number[session.number]
+            del self._by_token[session.token]
+            if not self.has_engine(session.engine):
+                self._names.leave(session.engine)
         self.accounts.close(session.address)
-        if not self.has_engine(session.engine):
-            self._names.leave(session.engine)
+
+    def all(self) -> list[AnySession]:
+        """Return the sessions of every kind."""
+        return list(self._by_address.values())
+
+    def readers(self) -> list[Reader]:
+        """Return the servers that read here."""
+        return [session for session in self._by_address.values() if isinstance(session, Reader)]
 
     def has_engine(self, engine: str) -> bool:
         """Is any client of this engine connected?"""
         return any(session.engine == engine for session in self._by_number.values())
 
     def get(self, number: int) -> ClientSession | None:
-        """By number."""
+        """Return the client of this number."""
         return self._by_number.get(number)
 
-    def at(self, address: Address) -> ClientSession | None:
-        """By address."""
+    def at(self, address: Address) -> AnySession | None:
+        """Return whoever has said hello from this address."""
         return self._by_address.get(address)
 
     def holding(self, token: bytes) -> ClientSession | None:
-        """By token."""
+        """Return the client of this token."""
         return self._by_token.get(token)
 
     def workers_of(self, engine: str) -> list[ClientSession]:
@@ -271,7 +324,7 @@ class Clients:
         fd_server_path: Path,
         send: Callable[[ClientSession, Message], None],
         send_greeting: Callable[[Address], object],
-        lose: Callable[[ClientSession, str], None],
+        lose: Callable[[AnySession, str], None],
         suspect: Callable[[ClientSession], None],
     ) -> None:
         self._settings = settings
@@ -375,9 +428,9 @@ class Clients:
             return "not_attached"
         return ""
 
-    def disconnected(self, session: ClientSession) -> None:
-        """Its connection to the control socket has ended. A process that has the arena may still write to it."""
-        if session.entered:
+    def disconnected(self, session: AnySession) -> None:
+        """A connection to the control socket has ended. A process that has the arena may still write to it."""
+        if isinstance(session, ClientSession) and session.entered:
             session.silent = True
             self._log.info("session_disconnected", session=session.number, engine=session.name, pid=session.pid)
         else:
@@ -407,9 +460,11 @@ class Clients:
         if session is not None:
             self._lose_session(session, "hung_up")
 
-    def lose_silent(self, session: ClientSession) -> None:
+    def lose_silent(self, session: AnySession) -> None:
         """Heartbeats stopped. Only a client that cannot write to the arena is given up for it."""
-        if session.memory or session.entered:
+        if isinstance(session, Reader):
+            self._lose_session(session, "silent")
+        elif session.memory or session.entered:
             if not session.silent:
                 session.silent = True
                 self._log.warning("session_silent", session=session.number, engine=session.name, pid=session.pid)

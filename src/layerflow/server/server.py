@@ -28,7 +28,7 @@ from layerflow.pool.covering import CoveringPool
 from layerflow.presence import PresenceWriter
 from layerflow.server import terms
 from layerflow.server.account import Accounts, Allowance
-from layerflow.server.clients import LOCAL, REMOTE, Address, Clients, ClientSession, Sessions
+from layerflow.server.clients import LOCAL, REMOTE, Address, AnySession, Clients, ClientSession, Sessions
 from layerflow.server.driver import Driver
 from layerflow.server.handlers import Handlers
 from layerflow.server.handlers.context import ServerContext
@@ -103,7 +103,7 @@ async def housekeep(
     server: ServerContext,
     lease_s: float,
     caught_up: Callable[[], bool],
-    lose_silent: Callable[[ClientSession], None],
+    lose_silent: Callable[[AnySession], None],
 ) -> None:
     """Run until cancelled. Loop lag is how much later than asked each round begins.
 
@@ -129,8 +129,8 @@ async def housekeep(
             limit = server.settings().liveness_ms / 1e3 + lag
             if server.peers is not None:
                 server.peers.expire(expired)
-                server.peers.look_after(lag)
-            for session in server.sessions:
+                server.peers.look_after()
+            for session in server.sessions.all():
                 if now - session.heard > limit:
                     lose_silent(session)
         except Exception:
@@ -199,7 +199,7 @@ class Server:
                 emit=self._tier_news,
                 incoming=incoming,
                 storing=(self.handoffs, self.driver.follows),
-                accounts=self.accounts,
+                sessions=self.sessions,
                 mailboxes=self.mailboxes,
             )
         sources = None
@@ -405,16 +405,10 @@ class Server:
         return endpoints
 
     def _door(self, name: str, mechanism: Callable[[], Mechanism] = Null) -> Door:
-        def known(identity: bytes) -> bool:
-            address = (name, identity)
-            return self.sessions.at(address) is not None or (
-                self.peers is not None and self.peers.reader(address) is not None
-            )
-
         return Door(
             functools.partial(self._hear, name),
             lambda identity: self._hung_up((name, identity)),
-            known,
+            lambda identity: self.sessions.at((name, identity)) is not None,
             self.settings.server.max_message_bytes,
             mechanism,
         )
@@ -448,23 +442,19 @@ class Server:
         if self.tier is not None:
             with anyio.move_on_after(self.settings.server.drain_timeout_s):
                 await self.tier.drain()
-        for session in self.sessions:
+        for session in self.sessions.all():
             self._handlers.lose(session, "shutdown")
 
     def _hear(self, door: str, identity: bytes, frame: bytes | None) -> None:
         address = (door, identity)
         session = self.sessions.at(address)
-        reader = self.peers.reader(address) if self.peers is not None else None
         if session is not None:
             session.heard = time.monotonic()
             session.silent = False
         try:
             if frame is None:
                 raise ProtocolError("a message is one frame, not several")
-            if self.peers is not None and reader is not None:
-                message = codec.decode_request(frame, self.settings.server.max_message_bytes)
-                self.peers.heard(reader, message, len(frame))
-            elif session is not None:
+            if session is not None:
                 message = codec.decode_request(frame, self.settings.server.max_message_bytes)
                 self._handlers.handle(session, message, len(frame))
             elif self._clients.greeted(address):
@@ -477,7 +467,8 @@ class Server:
             else:
                 self._clients.greet(address, frame)
         except ProtocolError as error:
-            known_code = "malformed" if session is not None else STRANGER
+            client = isinstance(session, ClientSession)
+            known_code = "malformed" if client else STRANGER
             code = "version" if isinstance(error, VersionMismatch) else known_code
             if isinstance(error, NotAllowed):
                 code = error.code
@@ -485,7 +476,7 @@ class Server:
             unlogged = self._server_context.log_limit.admit(time.monotonic())
             if unlogged is not None:
                 self._log.warning("message_refused", code=code, error=str(error), door=door, unlogged=unlogged)
-            number = codec.number_of(frame) if session is not None and frame is not None else -1
+            number = codec.number_of(frame) if client and frame is not None else -1
             self._doors[door].send(identity, codec.encode(wire.Problem(number, code, str(error))))
 
     def _rights(self, address: Address) -> Rights:
@@ -505,15 +496,13 @@ class Server:
     def _hung_up(self, address: Address) -> None:
         """A client's connection has ended."""
         self._clients.take_greeting(address)
-        if self.peers is not None:
-            self.peers.hung_up(address)
         session = self.sessions.at(address)
         if session is not None:
             self._server_context.mailboxes.start(session.account, self._disconnect(session), always=True)
 
-    async def _disconnect(self, session: ClientSession) -> None:
+    async def _disconnect(self, session: AnySession) -> None:
         """Behind what the client has said before it hung up."""
-        if self.sessions.get(session.number) is session:
+        if self.sessions.at(session.address) is session:
             self._clients.disconnected(session)
 
     def _send_to(self, address: Address, message: Message) -> bool:

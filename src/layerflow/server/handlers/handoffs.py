@@ -9,11 +9,10 @@ from typing import NamedTuple
 from layerflow.errors import LayerflowError, ProtocolError
 from layerflow.keys import DIGEST_BYTES
 from layerflow.server.account import Account, Refused
-from layerflow.server.clients import ClientSession
+from layerflow.server.clients import ClientSession, Reader
 from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handoffs.handoff import HandoffStatus, Prompt, distinct
 from layerflow.server.mailboxes import Answer, in_slices
-from layerflow.server.peers.readers import Reader
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import structlog
@@ -19,7 +18,7 @@ from layerflow.flow.events import (
     SessionOpened,
 )
 from layerflow.server.account import Refused
-from layerflow.server.clients import ClientSession
+from layerflow.server.clients import AnySession, ClientSession, Reader
 from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handlers.forget import purge, reset_engine
 from layerflow.server.handlers.handoffs import end_handoff, keep_part, open_handoff, release_handoff, watch_handoff
@@ -29,6 +28,9 @@ from layerflow.server.plans import is_lease_of, lease_owner
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import ToServer
 from layerflow.wire.rights import NotAllowed
+
+if TYPE_CHECKING:
+    from layerflow.server.peers.lending import Lending
 
 MOST_MISSED, MOST_MISSED_TOKENS = 1 << 20, 1 << 40
 """Lookups, and their tokens, that one Missed may tell of: a client sends it every second."""
@@ -47,14 +49,15 @@ class Handlers:
         self._windows_due = False
         self._told_window = -1
         self._lookups = Lookups(context)
-        if context.peers is not None:
-            context.peers.keep_part = functools.partial(keep_part, context)
 
-    def handle(self, session: ClientSession, message: ToServer, nbytes: int = 0) -> None:
+    def handle(self, session: AnySession, message: ToServer, nbytes: int = 0) -> None:
         """Do what the message asks, or answer with a Problem; behind the client's other messages.
 
         :param nbytes: of the message.
         """
+        if isinstance(session, Reader):
+            self._lending.hear(session, message, self._dispatch_reader, nbytes)
+            return
         if isinstance(message, wire.Beat):
             session.pinned = message.pinned
             self._context.send(session, message)
@@ -79,14 +82,22 @@ class Handlers:
             self._log.exception("message_failed", session=session.number, kind=type(message).__name__)
             self._refuse(session, message, "internal", LayerflowError(f"{type(error).__name__}: {error}"))
 
-    def lose(self, session: ClientSession, why: str) -> None:
+    def lose(self, session: AnySession, why: str) -> None:
         """The client is gone: nothing of it can touch memory any more."""
+        context = self._context
+        context.mailboxes.forget(session.account)
+        context.sessions.close(session)
+        if isinstance(session, Reader):
+            context.handoffs.lose_session(session.number, "the server that opened it is gone")
+            self._lending.lose(session, why)
+        else:
+            self._lose_client(session, why)
+
+    def _lose_client(self, session: ClientSession, why: str) -> None:
         context = self._context
         # A tool that asked and left is nothing that an operator has to know of.
         log = self._log.info if session.spec is not None or session.entered else self._log.debug
         log("session_lost", session=session.number, engine=session.name, pid=session.pid, why=why)
-        context.mailboxes.forget(session.account)
-        context.sessions.close(session)
         context.plans.gone(session, time.monotonic() + context.lease_s())
         if session.memory:
             context.handoffs.lose_engine(session.engine, "a worker of its engine is gone")
@@ -125,6 +136,22 @@ class Handlers:
             self._log.warning("message_refused", session=session.number, code=code, error=str(error), unlogged=unlogged)
         number = getattr(message, "id", getattr(message, "step", -1))
         self._context.send(session, wire.Problem(number, code, str(error)))
+
+    @property
+    def _lending(self) -> Lending:
+        """What this server lends; without it no reader has a session."""
+        peers = self._context.peers
+        assert peers is not None and peers.lending is not None
+        return peers.lending
+
+    async def _dispatch_reader(self, reader: Reader, message: ToServer) -> None:
+        match message:
+            case wire.PeerOpenHandoff() | wire.PeerEndHandoff() | wire.PeerReleaseHandoff():
+                await keep_part(self._context, reader, message)
+            case wire.Bye():
+                self.lose(reader, "bye")
+            case _:
+                await self._lending.handle(reader, message)
 
     async def _dispatch(self, session: ClientSession, message: ToServer) -> None:
         context = self._context

@@ -1,4 +1,4 @@
-"""What this server lends of its arena: readers, their leases, and the pins that these are.
+"""What this server lends of its arena: leases, and the pins that these are.
 
 A lease is a pin from the moment it is answered. It ends when its reader gives it back or falls silent, or its time is
 over; its pins go once the exporter has said that nothing of it is read any more, or is dead.
@@ -7,6 +7,7 @@ over; its pins go once the exporter has said that nothing of it is read any more
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import itertools
 import math
@@ -25,18 +26,18 @@ from layerflow.errors import LayerflowError, ProtocolError
 from layerflow.expiring import ExpiryHeap
 from layerflow.keys import DIGEST_BYTES, covered_by
 from layerflow.links import links
+from layerflow.lives import Life
 from layerflow.objects import HEADER_BYTES, object_bytes, payload_bytes
 from layerflow.observe.logs import LogLimit
 from layerflow.pool.base import Located, Owner, Pool
-from layerflow.server.account import Accounts, Refused
-from layerflow.server.clients import Address
+from layerflow.server.account import Refused
+from layerflow.server.clients import Address, Reader, Sessions
 from layerflow.server.handoffs.handoff import Handoff, HandoffStatus, model_mismatch
 from layerflow.server.handoffs.registry import Handoffs
 from layerflow.server.incoming import Follows
 from layerflow.server.mailboxes import Mailboxes, Work, at_once, next_turn
-from layerflow.server.peers.readers import Lease, OwnSizes, Reader
 from layerflow.server.tier.host import HostProcess
-from layerflow.spec import GroupSpec, ModelSpec
+from layerflow.spec import GroupSpec, ModelSpec, Shard
 from layerflow.system.numbers import ascending
 from layerflow.wire import messages as wire
 from layerflow.wire.host_messages import Extend, Lend, ToServer, Up, Withdraw, Withdrawn, split_keys
@@ -44,6 +45,63 @@ from layerflow.wire.messages import INCARNATION_BYTES, Message, PeerEndpoint
 from layerflow.wire.packing import pack_u32, pack_u64
 from layerflow.wire.peer_link import LINK_KEY_BYTES, reader_key_of
 from layerflow.wire.rights import Rights
+
+
+class LeaseState(enum.Enum):
+    """Where a lease is; :data:`LEASE_LIFE` says what each means."""
+
+    ASKED = "asked"
+    LENT = "lent"
+    WITHDRAWN = "withdrawn"
+    OVER = "over"
+
+
+LEASE_LIFE = Life(
+    "a lease of a peer",
+    {
+        LeaseState.ASKED: (
+            "its objects are being pinned; neither the reader nor the exporter has been told of it",
+            (LeaseState.LENT, LeaseState.OVER),
+        ),
+        LeaseState.LENT: ("its reader may begin to read", (LeaseState.WITHDRAWN,)),
+        LeaseState.WITHDRAWN: (
+            "given back, expired, or its reader is gone: no read of it begins, those under way may not have ended",
+            (LeaseState.OVER,),
+        ),
+        LeaseState.OVER: ("it pins nothing", ()),
+    },
+)
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """What a reader was lent with one answer.
+
+    :param lease_s: it ends so long after it was lent or last renewed.
+    :param nbytes: that it pins.
+    """
+
+    number: int
+    reader: Reader
+    lease_s: float
+    nbytes: int = 0
+    state: LeaseState = LeaseState.ASKED
+
+    @property
+    def owner(self) -> tuple[str, int]:
+        """Who has its pins."""
+        return ("peer", self.number)
+
+    @property
+    def asked(self) -> tuple[str, int]:
+        """Who has the pins of what was asked for, until it is known which of it is lent."""
+        return ("peer_asked", self.number)
+
+    def enter(self, state: LeaseState) -> None:
+        """:raises InvalidTransition: where its life does not allow it."""
+        LEASE_LIFE.check(self.state, state, f"{self.number} of {self.reader.name!r}")
+        self.state = state
+
 
 # What is lent while it is being stored: readers are told of each layer, and of objects that will not be whole.
 #
@@ -336,20 +394,44 @@ class Exporting:
         self._changed()
 
 
+class OwnSizes:
+    """In which partitions workers store here: told to readers.
+
+    :param tell: every reader that is here.
+    """
+
+    def __init__(self, tell: Callable[[wire.PeerPartitions], None]) -> None:
+        self._tell = tell
+        self._models: dict[bytes, list[Shard]] = {}
+
+    def learn(self, spec: ModelSpec) -> None:
+        """A worker of this model has attached."""
+        first, known = spec.shard.peers()[0], self._models.get(spec.fingerprint, [])
+        if not spec.shard.shareable or (known and known[-1] == first):
+            return
+        known = [*(shard for shard in known if shard != first), first][-wire.MAX_PEER_PARTITIONS :]
+        self._models[spec.fingerprint] = known
+        self._tell(wire.PeerPartitions(spec.fingerprint, known))
+
+    def all(self) -> list[wire.PeerPartitions]:
+        """Of every model."""
+        return [wire.PeerPartitions(model, shards) for model, shards in self._models.items()]
+
+
 KEYS_PER_SLICE = 256
 """Keys of a lookup that are pinned before another client may get its turn."""
 
-Handle = Callable[[Reader, Any], Work]
+Handle = Callable[[Reader, wire.ToServer], Work]
 ENDING = (wire.PeerRelease, wire.PeerEndHandoff, wire.PeerReleaseHandoff, wire.Bye)
 """Small messages that end something: they are taken however much a reader keeps."""
 
 
 class Lending:
-    """All readers and leases.
+    """All leases.
 
     :param arena: descriptor and size. :param view: its bytes.
     :param models: the specs that workers here are attached with.
-    :param send: to a client of the control sockets.
+    :param send: to whoever is at an address of the control sockets.
     """
 
     def __init__(
@@ -362,15 +444,14 @@ class Lending:
         send: Callable[[Address, Message], object],
         handoffs: Handoffs,
         follows: Follows,
-        accounts: Accounts,
+        sessions: Sessions,
         mailboxes: Mailboxes,
     ) -> None:
         self._settings, self._pool, self._view, self._send, self._models = settings, pool, view, send, models
         self._mailboxes = mailboxes
         self._arena_bytes = arena[1]
         self.incarnation = secrets.token_bytes(wire.INCARNATION_BYTES)
-        self.readers: dict[Address, Reader] = {}
-        self._handoffs, self._accounts = handoffs, accounts
+        self._handoffs, self._sessions = handoffs, sessions
         self._sizes = OwnSizes(self._tell_all)
         self._open = OpenObjects(
             follows,
@@ -379,21 +460,20 @@ class Lending:
             tell=lambda lease, message: self._send(lease.reader.address, message),
             end=self._end,
         )
-        self._lent: ExpiryHeap[Lease] = ExpiryHeap()
-        self._ending: dict[int, Lease] = {}
+        self._leases: dict[int, Lease] = {}  #: those that are lent, and those withdrawn
+        self._ends: ExpiryHeap[Lease] = ExpiryHeap()  #: of those that are lent
         self._log_limit = LogLimit()
-        self._readers = itertools.count(-1, -1)
         self._numbers = ascending()
         self._lent_bytes = 0
         self.lent_objects = self.refused_objects = self.expired_leases = 0
         self.exporting = Exporting(
-            settings(), arena, changed=self._welcome_all, withdrawn=self._withdrawn, lost=self._exporter_lost
+            settings(), arena, changed=self._welcome_all, withdrawn=self._withdrawn, lost=self.exporter_dead
         )
 
     @property
     def leases(self) -> int:
-        """That pin something, those included that are being ended."""
-        return sum(len(reader.leases) for reader in self.readers.values()) + len(self._ending)
+        """How many leases pin something, those included that are withdrawn."""
+        return len(self._leases)
 
     def hello(self, address: Address, message: wire.PeerHello, rights: Rights) -> None:
         """A server introduces itself.
@@ -401,11 +481,9 @@ class Lending:
         :raises ProtocolError: there is no room for more.
         """
         most = self._settings().peers.max_readers
-        if len(self.readers) >= most:
+        if len(self._sessions.readers()) >= most:
             raise ProtocolError(f"peers.max_readers = {most} servers read here already")
-        account = self._accounts.of(address)
-        reader = Reader(address, next(self._readers), message.name, message.pid, account, time.monotonic(), rights)
-        self.readers[address] = reader
+        reader = self._sessions.open_reader(address, message.name, message.pid, time.monotonic(), rights)
         log.info("peer_reader", reader=reader.name, pid=reader.pid, door=address[0])
         self._welcome(reader)
         for told in self._sizes.all():
@@ -416,13 +494,12 @@ class Lending:
         self._sizes.learn(spec)
 
     def hear(self, reader: Reader, message: wire.ToServer, handle: Handle, nbytes: int) -> None:
-        """A reader has said something: let `handle` do it, behind what it has asked before.
+        """Let `handle` do what a reader's message asks, behind what it has asked before.
 
         What cannot be done is answered, and costs it nothing else.
 
         :param nbytes: of the message.
         """
-        reader.heard = time.monotonic()
         guarded = self._guarded(reader, message, handle)
         if isinstance(message, wire.PeerBeat):  # it waits for nothing: silence is what it is to tell from
             at_once(guarded)
@@ -457,63 +534,48 @@ class Lending:
             case wire.PeerLookup():
                 await self._look_up(reader, message)
             case wire.PeerRelease():
-                lease = reader.leases.get(message.lease)
-                if lease is not None:
-                    self._end(lease)
+                if message.lease in reader.leases:
+                    self._end(self._leases[message.lease])
             case wire.PeerBeat():
-                numbers = dict.fromkeys(message.renew)
-                renewed = [lease for number in numbers if (lease := reader.leases.get(number)) is not None]
-                for lease in renewed:
-                    self._renew(lease)
-                self._send(reader.address, wire.PeerBeat(message.sent, [lease.number for lease in renewed]))
+                renewed = [number for number in dict.fromkeys(message.renew) if number in reader.leases]
+                for number in renewed:
+                    self._renew(self._leases[number])
+                self._send(reader.address, wire.PeerBeat(message.sent, renewed))
             case wire.PeerCompare():
                 known = [spec for spec in self._models() if spec.name == message.spec.name]
                 found = [model_mismatch(message.spec, spec) for spec in known]
                 why = found[0] if found and all(found) else ""
                 self._send(reader.address, wire.PeerCompared(message.id, why))
-            case wire.Bye():
-                self.lose(reader, "bye")
             case _:
                 raise ProtocolError(f"{type(message).__name__} from a server that reads; it may look up and release")
 
     def tell(self, reader: Reader, message: Message) -> None:
         """Say something to a reader, if it is still there."""
-        if self.readers.get(reader.address) is reader:
+        if self._sessions.at(reader.address) is reader:
             self._send(reader.address, message)
 
-    def lose_silent(self, now: float, limit_s: float) -> None:
-        """Readers of which nothing was heard for so long are gone."""
-        for reader in list(self.readers.values()):
-            if now - reader.heard > limit_s:
-                self.lose(reader, "silent")
-
     def lose(self, reader: Reader, why: str) -> None:
-        """It is gone, with its leases."""
+        """End the leases of a reader that is gone."""
         log.info("peer_reader_lost", reader=reader.name, pid=reader.pid, why=why, leases=len(reader.leases))
-        self.readers.pop(reader.address, None)
-        self._mailboxes.forget(reader.account)
-        self._accounts.close(reader.address)
-        self._handoffs.lose_session(reader.number, "the server that opened it is gone")
-        for lease in list(reader.leases.values()):
-            self._end(lease)
+        for number in list(reader.leases):
+            self._end(self._leases[number])
 
     def expire(self, now: float) -> None:
         """End the leases that were not renewed in time."""
-        for lease in self._lent.expire(now):
+        for lease in self._ends.expire(now):
             self.expired_leases += 1
             self._end(lease)
 
-    def close(self) -> None:
-        """The exporter is dead."""
-        for reader in list(self.readers.values()):
-            self.lose(reader, "shutdown")
-        for number in list(self._ending):
-            self._withdrawn(number)
+    def exporter_dead(self) -> None:
+        """End every lease at once: nothing of them is read any more."""
+        for lease in list(self._leases.values()):
+            self._end(lease)
+            self._withdrawn(lease.number)
 
     def counts(self) -> dict[str, int]:
         """By the names of :class:`layerflow.observe.collectors.PeerStatistics`."""
         return {
-            "readers": len(self.readers),
+            "readers": len(self._sessions.readers()),
             "lent_leases": self.leases,
             "lent_bytes": self._lent_bytes,
             "lent_objects": self.lent_objects,
@@ -539,7 +601,7 @@ class Lending:
                     "lookups": reader.lookups,
                     "heard_s_ago": round(now - reader.heard, 3),
                 }
-                for reader in self.readers.values()
+                for reader in self._sessions.readers()
             ],
         }
 
@@ -585,9 +647,9 @@ class Lending:
             await self._take(lease, message, storing, reason, failed=failed)
         except BaseException:
             # Whatever went wrong, a reader that was not answered has nothing.
-            if lease.number in reader.leases:
+            if lease.state is LeaseState.LENT:
                 self._end(lease)
-            else:
+            elif lease.state is LeaseState.ASKED:
                 self._free(lease)
             raise
 
@@ -623,7 +685,9 @@ class Lending:
         told = lent(number, token, lease_key, items)
         answer = found_of(message, number, token, items, reason or why, failed, lease_key)
         if lent_objects:
-            lease.reader.leases[lease.number] = lease
+            lease.enter(LeaseState.LENT)
+            self._leases[lease.number] = lease
+            lease.reader.leases.add(lease.number)
             self._renew(lease)
             self.lent_objects += lent_objects
             self.exporting.send(told)
@@ -655,36 +719,32 @@ class Lending:
         return reason
 
     def _renew(self, lease: Lease) -> None:
-        self._lent.set(lease, time.monotonic() + lease.lease_s)
+        self._ends.set(lease, time.monotonic() + lease.lease_s)
 
     def _end(self, lease: Lease) -> None:
         """No read of it may begin any more; its pins go when none is under way."""
-        self._lent.discard(lease)
-        if lease.reader.leases.pop(lease.number, None) is None:
+        if lease.state is not LeaseState.LENT:
             return
-        self._ending[lease.number] = lease
+        lease.enter(LeaseState.WITHDRAWN)
+        self._ends.discard(lease)
+        lease.reader.leases.discard(lease.number)
         if not self.exporting.send(Withdraw(lease.number)) and not self.exporting.alive:
             self._withdrawn(lease.number)
 
     def _withdrawn(self, number: int) -> None:
         """Nothing of it is read any more."""
-        lease = self._ending.pop(number, None)
-        if lease is not None:
+        lease = self._leases.get(number)
+        if lease is not None and lease.state is LeaseState.WITHDRAWN:
+            del self._leases[number]
             self._free(lease)
 
     def _free(self, lease: Lease) -> None:
         """Give back what a lease keeps here, which nobody reads."""
+        lease.enter(LeaseState.OVER)
         self._lent_bytes -= lease.nbytes
         self._open.drop(lease)
         self._pool.release(lease.owner)
         self._pool.release(lease.asked)
-
-    def _exporter_lost(self) -> None:
-        for reader in self.readers.values():
-            for lease in list(reader.leases.values()):
-                self._end(lease)
-        for number in list(self._ending):
-            self._withdrawn(number)
 
     def _extend(self, message: Extend) -> None:
         self.exporting.send(message)
@@ -692,11 +752,11 @@ class Lending:
     # Welcome -------------------------------------------------------------------------------------
 
     def _tell_all(self, message: wire.PeerPartitions) -> None:
-        for address in self.readers:
-            self._send(address, message)
+        for reader in self._sessions.readers():
+            self._send(reader.address, message)
 
     def _welcome_all(self) -> None:
-        for reader in self.readers.values():
+        for reader in self._sessions.readers():
             self._welcome(reader)
 
     def _welcome(self, reader: Reader) -> None:

@@ -19,16 +19,14 @@ from layerflow.errors import ConfigError, LayerflowError, ProtocolError
 from layerflow.flow.events import Event
 from layerflow.observe.collectors import PeerStatistics
 from layerflow.pool.base import Pool
-from layerflow.server.account import Accounts
-from layerflow.server.clients import Address
+from layerflow.server.clients import Address, Sessions
 from layerflow.server.handoffs.registry import Handoffs
 from layerflow.server.incoming import Follows, IncomingObjects
-from layerflow.server.mailboxes import Mailboxes, Work
+from layerflow.server.mailboxes import Mailboxes
 from layerflow.server.peers.attachment import Attachment, PeerTarget
 from layerflow.server.peers.handoffs import HandoffReading
 from layerflow.server.peers.lending import Lending
 from layerflow.server.peers.parts import HandoffParts
-from layerflow.server.peers.readers import Reader
 from layerflow.server.peers.source import PeerSource
 from layerflow.server.transport.security import read_keys
 from layerflow.spec import ModelSpec
@@ -75,8 +73,6 @@ log = structlog.get_logger("layerflow.server.peers")
 AWAY_S, UNUSED_S = 180.0, 900.0
 """A server that a request has named is forgotten once it was away, or nobody has asked for it, for so long."""
 
-PartMessage = wire.PeerOpenHandoff | wire.PeerEndHandoff | wire.PeerReleaseHandoff
-
 
 class Peers:
     """Made where the settings lend the arena or name servers to read from.
@@ -86,7 +82,7 @@ class Peers:
     :param send: to a client of the control sockets. :param emit: gives events to the core.
     :param incoming: what is on its way into the arena; what peers are asked has numbers of the same series.
     :param storing: hand-offs, and what is followed.
-    :param accounts: of readers, among those of other clients. :param mailboxes: likewise.
+    :param sessions: of readers, among those of clients. :param mailboxes: likewise.
     :raises ConfigError: a tcp peer is named, and this server has no key of its own.
     """
 
@@ -103,7 +99,7 @@ class Peers:
         emit: Callable[[Sequence[Event]], None],
         incoming: IncomingObjects,
         storing: tuple[Handoffs, Follows],
-        accounts: Accounts,
+        sessions: Sessions,
         mailboxes: Mailboxes,
     ) -> None:
         self._settings, self._context, self._send = settings, context, send
@@ -112,11 +108,10 @@ class Peers:
         peers = settings().peers
         self.lending: Lending | None = None
         if peers.serve:
-            self.lending = Lending(settings, pool, arena, view, models, send, *storing, accounts, mailboxes)
+            self.lending = Lending(settings, pool, arena, view, models, send, *storing, sessions, mailboxes)
         self.source: PeerSource | None = None
         self.reading: HandoffReading | None = None
         self.parts = HandoffParts(storing[0], incoming.numbers)
-        self.keep_part: Callable[[Reader, PartMessage], Work] | None = None  #: does what other servers want kept
         self._targets = [
             PeerTarget(
                 name=one.name, address=one.address, link=peers.link, keys=self._keys(one.address, one.server_key)
@@ -141,14 +136,10 @@ class Peers:
         fenced = await self.source.close() if self.source is not None else True
         if self.lending is not None:
             fenced = await self.lending.exporting.close() and fenced
-            self.lending.close()
+            self.lending.exporter_dead()
         return fenced
 
     # Readers -------------------------------------------------------------------------------------
-
-    def reader(self, address: Address) -> Reader | None:
-        """Who reads from that address."""
-        return self.lending.readers.get(address) if self.lending is not None else None
 
     def hello(self, address: Address, message: wire.PeerHello, rights: Rights) -> None:
         """:raises ProtocolError: nothing is lent here, or not to this client, or there is no room."""
@@ -157,39 +148,19 @@ class Peers:
             raise ProtocolError("this server lends nothing: set peers.serve = true there")
         self.lending.hello(address, message, rights)
 
-    def heard(self, reader: Reader, message: wire.ToServer, nbytes: int) -> None:
-        """A reader asks; what it cannot have is answered, and costs it nothing else.
-
-        :param nbytes: of the message.
-        """
-        assert self.lending is not None
-        handle = self.keep_part if isinstance(message, PartMessage) else None
-        self.lending.hear(reader, message, handle or self.lending.handle, nbytes)
-
-    def hung_up(self, address: Address) -> None:
-        """The connection from that address has ended."""
-        reader = self.reader(address)
-        if self.lending is not None and reader is not None:
-            self.lending.lose(reader, "hung_up")
-
     def expire(self, now: float) -> None:
         """End the leases of readers whose time is over."""
         if self.lending is not None:
             self.lending.expire(now)
 
-    def look_after(self, lag: float) -> None:
-        """Now and then: readers that fell silent, and learned servers that nobody needs.
-
-        :param lag: how much of the time this server did not listen.
-        """
+    def look_after(self) -> None:
+        """Now and then: forget learned servers that nobody needs."""
         now = time.monotonic()
         if self.source is not None:
             for peer in self._learned():
                 away = now - peer.away_since > AWAY_S and not peer.up
                 if (away or now - peer.used_at > UNUSED_S) and not self.source.needed(peer):
                     self.source.forget(peer)
-        if self.lending is not None:
-            self.lending.lose_silent(now, self._settings().server.liveness_ms / 1e3 + lag)
 
     # Peers ---------------------------------------------------------------------------------------
 
