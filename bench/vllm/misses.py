@@ -41,7 +41,7 @@ BRIEF_PAUSE_S = 0.05
 
 
 Ask = Callable[[Server], Answer]
-Taken = dict[str, list[float]]
+Reserved = dict[str, list[float]]
 """Samples of each, pair by pair."""
 
 
@@ -76,11 +76,11 @@ class Samples:
     :param turns: tokens/s of neighbouring turns with the connector and without.
     """
 
-    short: Taken
-    long: Taken
-    decoded_first: Taken
-    decoded: Taken
-    turns: Taken
+    short: Reserved
+    long: Reserved
+    decoded_first: Reserved
+    decoded: Reserved
+    turns: Reserved
 
 
 def collect(fleet: Fleet, counts: Counts, *, seed: int, advance: Callable[[str], None]) -> Samples:
@@ -118,7 +118,7 @@ def collect(fleet: Fleet, counts: Counts, *, seed: int, advance: Callable[[str],
     long = pairs(counts.long, f"{counts.tokens} tokens", first_token(counts.tokens), PLAIN, WITH, OUT)
     short = pairs(counts.short, f"{SHORT_TOKENS} tokens", first_token(SHORT_TOKENS), *_SERVERS, pause_s=BRIEF_PAUSE_S)
     decoded = pairs(counts.answers, "decoding", answer(ANSWER_TOKENS), PLAIN, WITH, OUT, pause_s=BRIEF_PAUSE_S)
-    turns: Taken = {WITH: [], OUT: []}
+    turns: Reserved = {WITH: [], OUT: []}
     fleet.servers[WITH].use_connector("turns")
     for number in range(counts.turns):
         advance(f"miss: decoding in turns, answer {number + 1}")
@@ -184,7 +184,7 @@ def figures(launches: Sequence[Samples], tokens: int) -> dict[str, Any]:
     }
 
 
-def _add_turns(turns: Taken, answer: Answer) -> None:
+def _add_turns(turns: Reserved, answer: Answer) -> None:
     """The speed of each of the answer's turns; those of two neighbours, of which one is without, are a pair."""
     for turn in range(turns_of(len(answer.tokens))):
         begin = FIRST + turn * PERIOD
@@ -192,11 +192,11 @@ def _add_turns(turns: Taken, answer: Answer) -> None:
         turns[OUT if is_out(begin, len(answer.tokens)) else WITH].append(PERIOD / taken_ms * 1e3)
 
 
-def _first_ms(answers: Mapping[str, Sequence[Answer]]) -> Taken:
+def _first_ms(answers: Mapping[str, Sequence[Answer]]) -> Reserved:
     return {name: [answer.first_ms for answer in taken] for name, taken in answers.items()}
 
 
-def _per_s(answers: Mapping[str, Sequence[Answer]], begin: int, end: int) -> Taken:
+def _per_s(answers: Mapping[str, Sequence[Answer]], begin: int, end: int) -> Reserved:
     """Tokens/s from one token of each answer to another."""
     return {
         name: [(end - begin) / (answer.times_ms[end] - answer.times_ms[begin]) * 1e3 for answer in taken]
@@ -204,7 +204,7 @@ def _per_s(answers: Mapping[str, Sequence[Answer]], begin: int, end: int) -> Tak
     }
 
 
-def _compared(launches: Sequence[Taken], mine: str, other: str) -> dict[str, Any]:
+def _compared(launches: Sequence[Reserved], mine: str, other: str) -> dict[str, Any]:
     """The ratio of all pairs, and each launch's median.
 
     Pairs of one launch have their processes in common: how certain the median is, the launches say.
@@ -215,7 +215,7 @@ def _compared(launches: Sequence[Taken], mine: str, other: str) -> dict[str, Any
     return pair_ratio(taken[mine], taken[other]) | certain(medians) | {"by_launch": medians} if medians else {}
 
 
-def _joined(taken: Sequence[Taken]) -> Taken:
+def _joined(taken: Sequence[Reserved]) -> Reserved:
     return {name: [sample for one in taken for sample in one[name]] for name in taken[0]}
 
 

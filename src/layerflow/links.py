@@ -23,7 +23,7 @@ class LinkPlugin:
 
     :param reader: ``(arena, origin, until) -> PeerLink``: the importer's end, connected.
     :param lender: ``(arena, host) -> Lender``: the exporter's end, bound to that host where it can be.
-    :param plane: ``module:Class``, the :class:`~layerflow.hosts.peer.windowed.DataPlane` of a windowed link; "" =
+    :param plane: ``module:Class``, the :class:`~layerflow.hosts.peer.windowed.TransferLibrary` of a windowed link; "" =
         it is none.
     :param maps_arena: its processes map the arena. False: they know its descriptor, and copy from or to it.
     :param trusts_network: whoever reaches its data plane may read and write what it has registered.

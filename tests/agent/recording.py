@@ -12,7 +12,7 @@ import pytest
 
 from layerflow.agent.dispatcher import Dispatcher
 from layerflow.agent.lanes.lanes import Lanes
-from layerflow.agent.lanes.load import PlannedQueue
+from layerflow.agent.lanes.load import WorkerDrivenQueue
 from layerflow.agent.step.step import Step
 from layerflow.wire.messages import Batch
 
@@ -89,7 +89,7 @@ def recorded() -> Iterator[Calls]:
     """Records all agents of this process while it lasts; begin it before their steps are opened."""
     calls = Calls()
     began, begin_copy = Step.begin, Step.begin_copy
-    start, take, ended = Dispatcher._start, PlannedQueue.take, Lanes._ended_batch
+    start, take, ended = Dispatcher._start, WorkerDrivenQueue.take, Lanes._ended_batch
 
     def begin_one(step: Step, batch: Batch) -> bool:
         may = began(step, batch)
@@ -109,7 +109,7 @@ def recorded() -> Iterator[Calls]:
             calls.granted(id(step), batch)
         start(dispatcher, batch)
 
-    def cut(queue: PlannedQueue, caps: Any) -> Any:
+    def cut(queue: WorkerDrivenQueue, caps: Any) -> Any:
         tasks = take(queue, caps)
         for task in tasks:
             calls.granted(id(task.step), task.batch)
@@ -123,6 +123,6 @@ def recorded() -> Iterator[Calls]:
         patch.setattr(Step, "begin", begin_one)
         patch.setattr(Step, "begin_copy", begin_many)
         patch.setattr(Dispatcher, "_start", grant)
-        patch.setattr(PlannedQueue, "take", cut)
+        patch.setattr(WorkerDrivenQueue, "take", cut)
         patch.setattr(Lanes, "_ended_batch", end)
         yield calls

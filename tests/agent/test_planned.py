@@ -148,7 +148,7 @@ def test_an_object_that_was_replaced_is_not_begun(embed: Embed, monkeypatch: pyt
             same = bool((self._memory[self._indices] == self.words[1]).all())
             return same or len(looked) == 1  # it was replaced right after it was looked at
 
-        monkeypatch.setattr("layerflow.agent.step.loads.Residents.there", property(_there))
+        monkeypatch.setattr("layerflow.agent.step.loads.ObjectGuard.there", property(_there))
 
         tamper(worker, run, 3)
         with worker.agent.open_step([run.request(), other.request()], PATIENCE_S) as step:

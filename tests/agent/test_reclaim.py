@@ -15,7 +15,7 @@ from e2e.known import KnownWorker, Run, eventually, small_spec, step_of
 
 from layerflow.agent import Step
 from layerflow.agent.descriptors import describe_saves, number_blocks
-from layerflow.agent.step.transfers import LOAD, SAVE, SaveReads
+from layerflow.agent.step.transfers import LOAD, SAVE, PendingReads
 from layerflow.agent.values import StepRequest
 from layerflow.errors import SpecError
 from layerflow.keys import Chain
@@ -240,7 +240,7 @@ class Saves:
             for at, (name, base) in enumerate({"a": np.arange(8), "b": np.arange(8) + 20}.items())
         ]
         parts = describe_saves(SPEC, requests, partial=False)
-        self.reads = SaveReads(parts, LAYERS, WHOLE)
+        self.reads = PendingReads(parts, LAYERS, WHOLE)
         plans = [
             PlanPart(pack_u64([NOWHERE if part.request == "b" else 0, 4096]), b"") for part in parts
         ]  # parts: a full, a sliding, b full, b sliding

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from layerflow.agent.client import ControlConnection, HandoffInquiry, Inquiry, InquiryState, Pending, ServerClient
-from layerflow.agent.hit_plan import HitPlan, PlansInHand
+from layerflow.agent.hit_plan import PinnedPlaces, UnusedPlaces
 from layerflow.agent.values import MISS, Handoff, Hit
 from layerflow.errors import DeadlineExceeded, ServerLost, SessionUnknown
 from layerflow.keys import Chain, root_digest
@@ -223,8 +223,8 @@ def test_an_answer_counts_although_the_connection_ends_over_it() -> None:
 
 
 def test_what_was_used_is_remembered_until_its_request_is_dropped() -> None:
-    plans = PlansInHand()
-    plan = HitPlan(5, 1, np.zeros((1, 1, 1, 2), np.uint64), -1)
+    plans = UnusedPlaces()
+    plan = PinnedPlaces(5, 1, np.zeros((1, 1, 1, 2), np.uint64), -1)
     assert plans.give("r", plan, 10.0) == 0
     assert plans.use(plan, "r", 1)
     assert not plans.use(plan, "r", 1), "once each"
@@ -234,8 +234,8 @@ def test_what_was_used_is_remembered_until_its_request_is_dropped() -> None:
 
 
 def test_plans_that_are_not_used_in_time_are_void() -> None:
-    plans = PlansInHand()
-    one, two = (HitPlan(number, 1, np.zeros((1, 1, 1, 2), np.uint64), -1) for number in (5, 6))
+    plans = UnusedPlaces()
+    one, two = (PinnedPlaces(number, 1, np.zeros((1, 1, 1, 2), np.uint64), -1) for number in (5, 6))
     plans.give("one", one, 10.0)
     plans.give("two", two, 11.0)
     assert plans.overdue(10.5) == [("one", 5)]

@@ -12,12 +12,12 @@ from layerflow.connectors.vllm.pd.conventions.parts import (
     Convention,
     DecodePart,
     HandoffTerms,
+    NoHandoff,
     Part,
-    PlainPart,
     PrefillPart,
     RefusedPart,
+    RequestParams,
     Sizes,
-    Words,
     layout_mismatch,
     prompt_digest,
     terms_in,
@@ -40,8 +40,8 @@ SIX_KEYS: dict[str, Any] = {
 SIZES = Sizes(engine_id="p0", host="10.0.0.1", port=7070, tp_size=4, pp_size=2, block_sizes=(128, 64))
 
 
-def words(params: dict[str, Any], request: str = "cmpl-1", prompt: list[int] = PROMPT, **more: Any) -> Words:
-    return Words(params, None, request, prompt, "e:1", **more)
+def words(params: dict[str, Any], request: str = "cmpl-1", prompt: list[int] = PROMPT, **more: Any) -> RequestParams:
+    return RequestParams(params, None, request, prompt, "e:1", **more)
 
 
 def read(params: dict[str, Any], **more: Any) -> Part:
@@ -80,7 +80,7 @@ class TestWhoDoesWhat:
     def test_of_a_list_of_prompts_only_the_first_has_the_hand_off_that_the_response_names(self) -> None:
         answer = twophase.response(HandoffTerms(handoff="h", prompt=DIGEST), SIZES, [[1]])
         part = read(answer, prompt=[1, 2])
-        assert isinstance(part, PlainPart)
+        assert isinstance(part, NoHandoff)
         assert "another prompt" in part.reason
 
     def test_a_rejected_request_is_one_token_of_vllms_and_still_has_the_hand_off(self) -> None:
@@ -153,7 +153,7 @@ class TestWhoDoesWhat:
 
     def test_a_prefill_engine_of_another_system_is_the_pool_and_says_so(self) -> None:
         part = read({"do_remote_prefill": True, "remote_engine_id": "n0", "remote_host": "h", "remote_port": 5600})
-        assert isinstance(part, PlainPart)
+        assert isinstance(part, NoHandoff)
         assert "n0" in part.reason
 
     def test_roles_bind(self) -> None:
@@ -188,7 +188,7 @@ class TestWhoDoesWhat:
     )
     def test_bad_words_are_named_and_change_nothing(self, params: dict[str, Any], about: str) -> None:
         part = read(params)
-        assert isinstance(part, PlainPart)
+        assert isinstance(part, NoHandoff)
         assert about in part.reason
 
 

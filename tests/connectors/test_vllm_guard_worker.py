@@ -12,7 +12,7 @@ from test_vllm_landing import BLOCKS, Worker, machine, worker
 
 from layerflow import StepRequest
 from layerflow.agent.descriptors import describe_loads, describe_saves
-from layerflow.connectors.vllm.plan import PlannedSaves, StepPlan, UnkeptLoad
+from layerflow.connectors.vllm.plan import LazySaves, StepPlan, UnkeptLoad
 
 __all__ = ["machine", "worker"]
 
@@ -151,7 +151,7 @@ def test_an_abort_that_crosses_the_end_of_a_load_is_not_kept(machine: Machine, w
 def test_once_the_cache_is_let_go_nothing_reads_it(machine: Machine, worker: Worker) -> None:
     asked = StepRequest("save", worker.engine.agent.chain(TOKENS[::-1]), (HERE,), save=(0, len(TOKENS)))
     parts = describe_saves(SPEC, [asked], True)
-    worker.run(StepPlan(number=1, saves=PlannedSaves(["save"], [[HERE.tolist()]], lambda: parts)))
+    worker.run(StepPlan(number=1, saves=LazySaves(["save"], [[HERE.tolist()]], lambda: parts)))
     with machine.running():
         worker.side.let_go()
     before = len(machine.calls)
@@ -168,7 +168,7 @@ def test_while_the_cache_is_let_go_no_step_touches_it_and_later_ones_do(machine:
         for _ in range(2):
             worker.side.let_go()
         before = len(machine.calls)
-        saves = PlannedSaves(["save"], [[HERE.tolist()]], lambda: parts)
+        saves = LazySaves(["save"], [[HERE.tolist()]], lambda: parts)
         worker.run(StepPlan(number=1, loads=loads, saves=saves, unsure=True))
         assert _told(worker) == _expected(worker)
         assert not worker.engine.agent.busy("save")
@@ -187,5 +187,5 @@ def test_saves_that_the_step_did_not_begin_keep_nobody_waiting(machine: Machine,
     parts = describe_saves(SPEC, [asked], True)
     with machine.running():
         worker.side.let_go()
-        worker.run(StepPlan(number=1, saves=PlannedSaves(["save"], [[HERE.tolist()]], lambda: parts)))
+        worker.run(StepPlan(number=1, saves=LazySaves(["save"], [[HERE.tolist()]], lambda: parts)))
         assert worker.report()[1].drained == {("save", 1): 1}

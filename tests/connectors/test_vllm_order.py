@@ -21,7 +21,7 @@ from vllm_fakes import spec_of, tracked
 from layerflow import EmbeddedServer, StepRequest
 from layerflow.agent import Step
 from layerflow.agent.descriptors import describe_loads, describe_saves
-from layerflow.connectors.vllm.plan import PlannedSaves, StepPlan
+from layerflow.connectors.vllm.plan import LazySaves, StepPlan
 from layerflow.connectors.vllm.scheduler.loads import are_rewritten
 from layerflow.connectors.vllm.worker.order import steps_in_flight
 from layerflow.connectors.vllm.worker.worker import WorkerSide
@@ -192,7 +192,7 @@ def test_a_late_save_waits_for_the_stream_that_has_computed(
     monkeypatch.setattr(side, "_is_short", lambda _: True)
     asked = StepRequest("one", engine.chain, (HERE,), save=(0, len(TOKENS)))
     parts = describe_saves(SPEC, [asked], True)
-    plan = StepPlan(number=1, saves=PlannedSaves(["one"], [[HERE.tolist()]], lambda: parts))
+    plan = StepPlan(number=1, saves=LazySaves(["one"], [[HERE.tolist()]], lambda: parts))
     with machine.stream(engine.stream):
         side.prepare(plan)
         side.begin(plan)

@@ -8,13 +8,13 @@ import pytest
 from vllm_fakes import BlockState, output, pieces, request, spec_of, tracked
 
 from layerflow.connectors.vllm.options import Options
-from layerflow.connectors.vllm.plan import PlannedSaves, StepPlan
+from layerflow.connectors.vllm.plan import LazySaves, StepPlan
 from layerflow.connectors.vllm.scheduler import saves
 
 BLOCKS = [11, 12, 13, 14, 15]
 
 
-def planned() -> PlannedSaves:
+def planned() -> LazySaves:
     """What a prompt of 150 tokens saves; its fifth block holds the last 22."""
     planner = saves.SavePlanner(spec_of(), [0], Options())
     planner.open(tracked(request("r", 150), spec_of()))
@@ -49,6 +49,6 @@ def test_it_knows_the_blocks_that_it_reads(travelled: bool) -> None:
 
 
 def test_no_saves_are_nothing() -> None:
-    nothing = PlannedSaves()
+    nothing = LazySaves()
     assert not nothing and not nothing.parts and not nothing.read_any([BLOCKS])
     assert not pickle.loads(pickle.dumps(nothing))

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from layerflow.connectors.vllm.plan import WorkerReport
-from layerflow.connectors.vllm.scheduler.loads import Arrival
-from layerflow.connectors.vllm.scheduler.recovery import take_back
+from layerflow.connectors.vllm.scheduler.loads import PendingLoad
+from layerflow.connectors.vllm.scheduler.recovery import preempt_dependents
 
 BLOCK = 32
 
@@ -53,8 +53,8 @@ class FakeScheduler:
         self.restarted |= names
 
 
-def arrival(tables: tuple[list[int], ...], start: int = 0) -> list[Arrival]:
-    return [Arrival(1, start, tables)]
+def arrival(tables: tuple[list[int], ...], start: int = 0) -> list[PendingLoad]:
+    return [PendingLoad(1, start, tables)]
 
 
 def test_the_request_and_those_that_go_on_from_its_blocks() -> None:
@@ -69,7 +69,7 @@ def test_the_request_and_those_that_go_on_from_its_blocks() -> None:
             "w2": ([24], [25]),
         }
     )
-    assert take_back(scheduler, {"a": arrival(failed, start=2 * BLOCK)}) == {"a", "c", "w1"}
+    assert preempt_dependents(scheduler, {"a": arrival(failed, start=2 * BLOCK)}) == {"a", "c", "w1"}
     assert scheduler.preempted == ["c", "a"], "each is put before the others: the first comes first again"
     assert scheduler.restarted == {"w1"}
     assert [each.request_id for each in scheduler.running] == ["b", "d"]
@@ -82,18 +82,18 @@ def test_the_request_and_those_that_go_on_from_its_blocks() -> None:
 def test_what_was_computed_on_what_was_computed() -> None:
     """A third request shares only what the second has computed behind a failed block."""
     scheduler = FakeScheduler({"a": ([1, 2], [11, 12]), "b": ([1, 3, 4], [11, 13, 14]), "c": ([9, 3, 8], [15, 13, 16])})
-    assert take_back(scheduler, {"a": arrival(([1, 2], [11, 12]))}) == {"a", "b", "c"}
+    assert preempt_dependents(scheduler, {"a": arrival(([1, 2], [11, 12]))}) == {"a", "b", "c"}
 
 
 def test_a_request_that_has_ended_meanwhile_leaves_nothing_in_the_prefix_cache() -> None:
     scheduler = FakeScheduler({"b": ([1, 3], [11, 13]), "d": ([20], [22])})
-    assert take_back(scheduler, {"a": arrival(([1, 2], [11, 12]))}) == {"b"}
+    assert preempt_dependents(scheduler, {"a": arrival(([1, 2], [11, 12]))}) == {"b"}
     assert scheduler.evicted == set(range(200))
 
 
 def test_where_vllm_is_to_fail_them_they_end_with_an_error() -> None:
     scheduler = FakeScheduler({"a": ([1], [11]), "d": ([20], [22])}, recompute=False)
-    take_back(scheduler, {"a": arrival(([1], [11]))})
+    preempt_dependents(scheduler, {"a": arrival(([1], [11]))})
     assert scheduler.encoder_cache_mismatch_reqs == {"a"}
 
 
@@ -123,7 +123,7 @@ def test_nobody_keeps_a_spoilt_block_and_nobody_else_is_touched(seed: int) -> No
             break
         spoilt |= more
     wanted = {name for name, tables in holders.items() if spoilt & set(tables[0])}
-    assert take_back(scheduler, {"r0": arrival(holders["r0"], start * BLOCK)}) == wanted
+    assert preempt_dependents(scheduler, {"r0": arrival(holders["r0"], start * BLOCK)}) == wanted
     assert spoilt <= scheduler.evicted
 
 

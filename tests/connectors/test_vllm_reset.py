@@ -16,7 +16,7 @@ from e2e.known import KnownWorker, Run
 from layerflow.agent import StepRequest
 from layerflow.agent.descriptors import describe_loads, describe_saves
 from layerflow.connectors.vllm.identity.loaded import WRITTEN, LoadedWeights
-from layerflow.connectors.vllm.plan import PlannedSaves, StepPlan
+from layerflow.connectors.vllm.plan import LazySaves, StepPlan
 from layerflow.connectors.vllm.worker.worker import WorkerSide
 from layerflow.server import EmbeddedServer
 
@@ -51,7 +51,7 @@ class World:
         """A plan that saves all of a prompt."""
         asked = StepRequest(run.name, run.chain, run.tables, save=(0, TOKENS))
         parts = describe_saves(self.worker.spec, [asked], True)
-        return StepPlan(number=1, saves=PlannedSaves([run.name], [[run.tables[0].tolist()]], lambda: parts))
+        return StepPlan(number=1, saves=LazySaves([run.name], [[run.tables[0].tolist()]], lambda: parts))
 
     def loading(self, run: Run, **others: Any) -> StepPlan:
         """A plan that loads what is stored of a prompt."""

@@ -11,7 +11,7 @@ from vllm_fakes import BLOCK, CHUNK, FULL, BlockState, decode, output, pieces, r
 from layerflow.agent.values import Hit
 from layerflow.connectors.vllm.options import Options
 from layerflow.connectors.vllm.plan import StepPlan
-from layerflow.connectors.vllm.scheduler.requests import Tracked
+from layerflow.connectors.vllm.scheduler.requests import RequestState
 from layerflow.connectors.vllm.scheduler.saves import SavePlanner
 from layerflow.spec import GroupSpec, Plane
 
@@ -26,7 +26,7 @@ class Following:
     def __init__(self, tokens: int, options: Options | None = None, hit: Hit | None = None, **changed: Any) -> None:
         self.planner = SavePlanner(spec_of(), [0], options or Options())
         self.vllm = request("r", tokens, **changed)
-        self.tracked: Tracked = tracked(self.vllm, spec_of())
+        self.tracked: RequestState = tracked(self.vllm, spec_of())
         self.planner.open(self.tracked)
         if hit is not None:
             self.tracked.hit = hit

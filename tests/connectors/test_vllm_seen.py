@@ -23,7 +23,7 @@ from vllm_fakes import request, spec_of, tracked
 from layerflow import EmbeddedServer, StepRequest
 from layerflow.agent.descriptors import PartDescriptor, describe_loads, describe_saves
 from layerflow.agent.values import Hit
-from layerflow.connectors.vllm.plan import Asking, PlannedSaves, StepPlan, WorkerLayout
+from layerflow.connectors.vllm.plan import Asking, LazySaves, StepPlan, WorkerLayout
 from layerflow.connectors.vllm.scheduler.loads import StepLoads, plan_load
 from layerflow.connectors.vllm.worker import worker
 from layerflow.connectors.vllm.worker.hooks import LayerHooks, forward_pass
@@ -83,8 +83,8 @@ class Runner:
         asked = StepRequest("one", self.engine.chain, (HERE,), save=(0, len(TOKENS)))
         return StepPlan(number=self.numbers, saves=self.saves_of("one", HERE, asked), work=(128, 0), **plan)
 
-    def saves_of(self, name: str, table: np.ndarray, asked: StepRequest) -> PlannedSaves:
-        return PlannedSaves([name], [[table.tolist()]], lambda: describe_saves(SPEC, [asked], True))
+    def saves_of(self, name: str, table: np.ndarray, asked: StepRequest) -> LazySaves:
+        return LazySaves([name], [[table.tolist()]], lambda: describe_saves(SPEC, [asked], True))
 
     def loads(self, name: str = "two") -> list[PartDescriptor]:
         return describe_loads(SPEC, [self.engine.request(name)])

@@ -9,7 +9,7 @@ from vllm_fakes import FakeInquiry, decode, request, spec_of, tracked
 
 from layerflow.agent.values import Hit
 from layerflow.connectors.vllm.layout import chunk_tokens
-from layerflow.connectors.vllm.scheduler.requests import wishes
+from layerflow.connectors.vllm.scheduler.requests import load_save_flags
 from layerflow.spec import GroupSpec, Plane
 
 
@@ -28,7 +28,7 @@ from layerflow.spec import GroupSpec, Plane
     ],
 )
 def test_wishes(params: dict[str, Any] | None, expected: tuple[bool, bool]) -> None:
-    assert wishes(params) == expected
+    assert load_save_flags(params) == expected
 
 
 def test_a_request_knows_its_output_only_when_asked() -> None:

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from vllm_fakes import BLOCK, FULL, hooked, request, spec_of
 
-from layerflow.agent.hit_plan import HitPlan
+from layerflow.agent.hit_plan import PinnedPlaces
 from layerflow.agent.values import Hit
 from layerflow.connectors.vllm.plan import StepPlan, WorkerLayout, WorkerReport
 from layerflow.connectors.vllm.scheduler.loads import StepLoads, plan_load
-from layerflow.connectors.vllm.scheduler.requests import Tracked
+from layerflow.connectors.vllm.scheduler.requests import RequestState
 from layerflow.errors import SpecError
 from layerflow.keys import Chain, root_digest
 from layerflow.spec import GroupSpec, ModelSpec, Plane
@@ -22,7 +22,7 @@ from layerflow.spec import GroupSpec, ModelSpec, Plane
 WINDOW = 2 * BLOCK
 SLIDING = GroupSpec("sliding", BLOCK, (2, 3), FULL.planes, WINDOW)
 STATE = GroupSpec("state", 2 * BLOCK, (2, 3), (Plane("kv", "uint8", (64,)),))
-RESIDENT = Hit(128, plan=HitPlan(1, 1, np.zeros((2, 2, 1, 2), np.uint64), -1))
+RESIDENT = Hit(128, plan=PinnedPlaces(1, 1, np.zeros((2, 2, 1, 2), np.uint64), -1))
 
 
 def layout(spec: ModelSpec, *, waits: bool = True) -> WorkerLayout:
@@ -88,8 +88,8 @@ class TestWhere:
 
 
 class TestWhoseLoadsHaveFailed:
-    def tracked(self, name: str = "r") -> Tracked:
-        made = Tracked(request(name, 150), chain_of(spec_of()), True, True)
+    def tracked(self, name: str = "r") -> RequestState:
+        made = RequestState(request(name, 150), chain_of(spec_of()), True, True)
         made.tables, made.load = ([1, 2], [3, 4]), (32, 128)
         return made
 
@@ -125,7 +125,7 @@ def chain_of(spec: ModelSpec, tokens: int = 150) -> Chain:
 
 
 def planned(spec: ModelSpec, hit: Hit, tables: list[list[int]], tokens: int, start: int = 0) -> StepPlan:
-    tracked = Tracked(request("r", 150), chain_of(spec), True, True, hit=hit)
+    tracked = RequestState(request("r", 150), chain_of(spec), True, True, hit=hit)
     tracked.load = (start, hit.tokens)
     plan = StepPlan()
     loaded = plan_load(spec, tracked, [np.array(table, dtype=np.int64) for table in tables], tokens, plan=plan)

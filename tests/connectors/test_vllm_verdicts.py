@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerflow.connectors.vllm.plan import LOST_AFTER, RanPlans, Verdicts
+from layerflow.connectors.vllm.plan import LOST_AFTER, RanPlans, SaveApprovals
 
 DEPTH = 3  # steps that are planned before the output of the first has come
 
@@ -32,7 +32,7 @@ def test_garbage_is_never_published_and_nothing_waits_for_ever(
     steps: list[tuple[bool, bool, bool, int]],
 ) -> None:
     """vLLM keeps up to `depth` steps in flight; a failure taints all that were planned before it was heard."""
-    verdicts = Verdicts()
+    verdicts = SaveApprovals()
     flying: list[Step] = []
     held: dict[int, Step] = {}
 
@@ -69,7 +69,7 @@ def test_garbage_is_never_published_and_nothing_waits_for_ever(
 
 
 def test_a_step_behind_a_failed_one_is_given_up_and_the_one_after_the_news_is_not() -> None:
-    verdicts = Verdicts()
+    verdicts = SaveApprovals()
     verdicts.planned(1, loads=True, saves=True)
     assert verdicts.concerns(loads=False, saves=True)
     verdicts.planned(2, loads=False, saves=True)
@@ -81,7 +81,7 @@ def test_a_step_behind_a_failed_one_is_given_up_and_the_one_after_the_news_is_no
 
 
 def test_a_step_is_sound_once_every_load_before_it_has_ended() -> None:
-    verdicts = Verdicts()
+    verdicts = SaveApprovals()
     verdicts.planned(1, loads=True, saves=True)
     verdicts.planned(2, loads=True, saves=True)
     verdicts.planned(3, loads=False, saves=True)
@@ -92,7 +92,7 @@ def test_a_step_is_sound_once_every_load_before_it_has_ended() -> None:
 
 
 def test_an_output_that_never_comes_is_a_failure_and_not_the_end_of_all_saves() -> None:
-    verdicts = Verdicts()
+    verdicts = SaveApprovals()
     verdicts.planned(1, loads=True, saves=True)
     taken: dict[int, bool] = {}
     for number in range(2, 2 * LOST_AFTER):
@@ -114,7 +114,7 @@ def test_a_plan_has_run_once_every_rank_has_told() -> None:
 
 def test_a_rank_whose_report_is_lost_ends_the_waiting_for_its_plan() -> None:
     """vLLM goes on without what a worker that failed in its step has reported (``--enable-fault-tolerance``)."""
-    ran, verdicts = RanPlans(), Verdicts()
+    ran, verdicts = RanPlans(), SaveApprovals()
     taken: dict[int, bool] = {}
     for number in range(1, 2 * LOST_AFTER):
         verdicts.planned(number, loads=number == 1, saves=True)

@@ -13,7 +13,7 @@ import numpy as np
 from layerflow.agent.descriptors import PartDescriptor
 from layerflow.agent.values import Follow, Handoff, Hit
 from layerflow.connectors.vllm.plan import Asking
-from layerflow.connectors.vllm.scheduler.requests import Tracked
+from layerflow.connectors.vllm.scheduler.requests import RequestState
 from layerflow.keys import Chain, root_digest
 from layerflow.spec import GroupSpec, ModelSpec, Plane
 
@@ -59,10 +59,10 @@ def decode(made: SimpleNamespace, tokens: int = 1) -> None:
     made.num_tokens += tokens
 
 
-def tracked(made: SimpleNamespace, spec: ModelSpec) -> Tracked:
+def tracked(made: SimpleNamespace, spec: ModelSpec) -> RequestState:
     """As the scheduler's side begins to follow it."""
     chain = Chain(root_digest(spec.fingerprint), made.prompt_token_ids, spec.chunk_tokens)
-    return Tracked(made, chain, True, True)
+    return RequestState(made, chain, True, True)
 
 
 @dataclass

@@ -9,7 +9,7 @@ import pytest
 
 from hosts.bench import Bench, MakeBench, Thing
 from layerflow.hosts.backend import ObjectStatus
-from layerflow.hosts.lanes import OVERRUN_CALLS, SLOWEST_BYTES_PER_S, FetchLane, Patience
+from layerflow.hosts.lanes import OVERRUN_CALLS, SLOWEST_BYTES_PER_S, CallTimeout, FetchLane
 from layerflow.wire.host_messages import EndFetch, Fetch, Fetched, Pull
 from layerflow.wire.packing import pack_u64
 
@@ -77,7 +77,7 @@ def test_a_call_has_the_time_that_its_bytes_need_and_hangs_past_it(bench: MakeBe
     it.calls(2)
     lane = it.lane
     assert lane is not None
-    longest = Patience().call_s * (1 + OVERRUN_CALLS) + (8 << 20) / SLOWEST_BYTES_PER_S
+    longest = CallTimeout().call_s * (1 + OVERRUN_CALLS) + (8 << 20) / SLOWEST_BYTES_PER_S
     assert began + longest <= lane.hung_at <= time.monotonic() + longest
     it.backend.gates["fetch"].release()
     assert it.hear() == Fetched(1, 1)

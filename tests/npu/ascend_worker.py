@@ -229,7 +229,7 @@ class AscendWorker:
         asked = StepRequest(name, chain, tables, save=(0, tokens), tail=tokens == len(chain))
         parts = describe_saves(self.spec, [asked], True)
         own = [[table.tolist()] for table in tables]
-        return plans[0].StepPlan(number=1, saves=plans[1].PlannedSaves([name], own, lambda: parts))
+        return plans[0].StepPlan(number=1, saves=plans[1].LazySaves([name], own, lambda: parts))
 
     def loads(self, name: str, chain: Chain, tables: tuple[np.ndarray, ...], hit: Hit, *, background: bool) -> Any:
         """The same of a request that loads its hit."""

@@ -17,10 +17,10 @@ from layerflow.hosts.peer.grants import Grants
 from layerflow.hosts.peer.windowed import (
     SECTIONS,
     TURN_BYTES,
-    DataPlane,
-    Hanging,
     LinkFailed,
     PlaneRead,
+    ReadTimedOut,
+    TransferLibrary,
     Window,
     WindowedLink,
     WindowLender,
@@ -38,7 +38,7 @@ PAYLOAD = LAYERS * LAYER_BYTES
 STRIDE = HEADER_BYTES + PAYLOAD + 64
 
 
-class Local(DataPlane):
+class Local(TransferLibrary):
     """A library within one process: a window is known by its address."""
 
     windows: dict[int, Window] = {}  # noqa: RUF012 - of this test's process
@@ -75,7 +75,7 @@ class _Copy(PlaneRead):
     def wait(self, until: float) -> None:
         if self._plane.mode == "hangs":
             self._plane.late.append(self._copy)
-            raise Hanging("it hangs")
+            raise ReadTimedOut("it hangs")
         if self._plane.mode == "fails":
             raise LinkFailed("it fails")
         self._copy()
@@ -169,7 +169,7 @@ def test_a_place_that_another_object_took_does_not_count(both: Both) -> None:
 def test_a_read_that_hangs_lands_nowhere_in_use(both: Both) -> None:
     link = both.connect()
     Local.mode = "hangs"
-    with pytest.raises(Hanging):
+    with pytest.raises(ReadTimedOut):
         both.read(link, 0, 1)
     late = link._plane.late
     link.close()
@@ -190,7 +190,7 @@ def test_too_many_reads_that_hang_end_the_process(both: Both, monkeypatch: pytes
     Local.mode = "hangs"
     for _ in range(windowed.MAX_HANGING + 1):
         link = both.connect()
-        with pytest.raises(Hanging):
+        with pytest.raises(ReadTimedOut):
             both.read(link, 0, 1)
         link.close()
     assert ended == [windowed.HUNG]

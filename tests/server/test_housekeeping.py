@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 
 from layerflow.pool.base import Pool
 from layerflow.server.incoming import ALLOWED_S, Follows, IncomingObjects
-from layerflow.server.server import MOST_BEHIND_S, PERIOD_S, LeaseClock
+from layerflow.server.server import MOST_BEHIND_S, PERIOD_S, PausedClock
 from server.support import Embed
 
 LEASE_S = 10.0
 
 
 def test_in_time_and_with_an_empty_inbox_leases_run_out_when_they_end() -> None:
-    clock = LeaseClock(100.0, LEASE_S)
+    clock = PausedClock(100.0, LEASE_S)
     assert clock.expired(100.25, 0.001, True) == 100.25
 
 
 def test_nothing_runs_out_over_messages_that_are_not_read() -> None:
-    clock = LeaseClock(100.0, LEASE_S)
+    clock = PausedClock(100.0, LEASE_S)
     assert clock.expired(101.0, 0.0, True) == 101.0
     assert clock.expired(101.25, 0.0, False) == 101.0
     assert clock.expired(105.0, 0.0, False) == 101.0
@@ -31,7 +31,7 @@ def test_nothing_runs_out_over_messages_that_are_not_read() -> None:
 
 
 def test_a_pause_is_added_to_leases_and_forgotten_after_one() -> None:
-    clock = LeaseClock(100.0, LEASE_S)
+    clock = PausedClock(100.0, LEASE_S)
     assert clock.expired(100.0, 0.0, True) == 100.0
     assert clock.expired(160.0, 59.75, True) < 100.25, (
         "an inbox that is empty right after a pause may not have filled yet"
@@ -43,7 +43,7 @@ def test_a_pause_is_added_to_leases_and_forgotten_after_one() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.booleans()), max_size=30))
 def test_nothing_runs_out_early_and_everything_in_the_end(rounds: list[tuple[float, bool]]) -> None:
-    now, clock = 1000.0, LeaseClock(1000.0, LEASE_S)
+    now, clock = 1000.0, PausedClock(1000.0, LEASE_S)
     for lag, caught_up in rounds:
         now += PERIOD_S + lag
         assert clock.expired(now, lag, caught_up) <= now - (lag if lag >= PERIOD_S else 0)

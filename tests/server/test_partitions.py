@@ -215,7 +215,7 @@ def test_each_partition_is_noted_once_and_no_more_than_four_are_looked_for(embed
     looked_for = {pool._partitions[spec.fingerprint].attached[0], *pool._partitions[spec.fingerprint].heard}
     assert len(looked_for) == 5
     key = ranks[0].agent.chain(np.arange(CHUNK)).digests[0] + bytes(8)
-    assert 0 < len(pool.alternatives(key)) <= (MOST_PARTITIONS - 1) * 6
+    assert 0 < len(pool.overlapping_keys(key)) <= (MOST_PARTITIONS - 1) * 6
     leave(ranks)
 
 

@@ -35,7 +35,7 @@ HOPS = {1: 2, 2: 3}
 """By servers: from the prefiller's engine into the arena, perhaps from there into that of the decoder's server,
 and into the decoder's engine; each over an emulated link of its own."""
 
-Way = Literal["follow", "whole"]
+RequestRoute = Literal["follow", "whole"]
 Pipe = multiprocessing.connection.Connection
 
 
@@ -55,7 +55,7 @@ def measure(
     torch.set_num_threads(1)
     gbps = layers * LAYER_BYTES / (transfer_ms / 1e3) / 1e9
     settings = PATIENT | {"pool.size": "1GiB", "pool.link_gbps": gbps}
-    exposed: dict[Way, list[float]] = {"follow": [], "whole": []}
+    exposed: dict[RequestRoute, list[float]] = {"follow": [], "whole": []}
     computed: list[float] = []
     with _servers(settings, servers, gbps) as (near, far):
         decoder = Worker(near.endpoint, layers, TOKENS, LAYER_BYTES, content=CONTENT, engine="decoder")
@@ -124,7 +124,7 @@ def _figures(seconds: list[float], transfer: float, layers: int, per_layer: floa
 
 
 def _hand_off(
-    decoder: Worker, watching: Control, pipe: Pipe, name: str, way: Way, servers: tuple[str, ...]
+    decoder: Worker, watching: Control, pipe: Pipe, name: str, way: RequestRoute, servers: tuple[str, ...]
 ) -> tuple[float, float]:
     """Seconds that were exposed, and of the prefiller's compute.
 

@@ -40,7 +40,7 @@ from layerflow_engine.handoff import DecodeConnection, PrefillConnection
 WAIT_S = 120.0
 DEFAULT_RUNS = 3
 
-Way = Literal["follow", "whole"]
+RequestRoute = Literal["follow", "whole"]
 Pipe = multiprocessing.connection.Connection
 
 
@@ -50,7 +50,7 @@ class Shape:
 
     workload: Workload
     single: list[float] = field(default_factory=list)
-    first_token: dict[Way, list[float]] = field(default_factory=lambda: {"follow": [], "whole": []})
+    first_token: dict[RequestRoute, list[float]] = field(default_factory=lambda: {"follow": [], "whole": []})
     wrong_tokens: int = 0
     compared_tokens: int = 0
     wrong_bytes: int = 0

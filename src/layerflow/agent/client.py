@@ -21,7 +21,7 @@ import structlog
 import zmq
 
 from layerflow.agent.handshake import ClientKeys, Handshake, dial, fetch_presence
-from layerflow.agent.hit_plan import PlansInHand
+from layerflow.agent.hit_plan import UnusedPlaces
 from layerflow.agent.presence import PresenceView, following, hit_of, lookup_of
 from layerflow.agent.values import MISS, Follow, Handoff, Hit
 from layerflow.errors import DeadlineExceeded, LayerflowError, RemoteError, ServerLost, SessionError
@@ -442,7 +442,7 @@ class ServerClient:
         self._name = name
         self._keys = keys
         self.connection: ControlConnection | None = None
-        self.plans = PlansInHand()
+        self.plans = UnusedPlaces()
         self.releases = Releases()
         self.numbers = ascending()
         self._lookups: dict[int, Inquiry] = {}

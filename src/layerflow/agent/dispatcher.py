@@ -76,7 +76,7 @@ class Dispatcher:
         """How far the arena is pinned; -1 = there is no device to pin it for."""
         return self.access.pinned_bytes if self.access is not None else -1
 
-    def may_bypass(self, welcome: Welcome) -> bool:
+    def supports_direct(self, welcome: Welcome) -> bool:
         """Will this worker move bytes past the server's arena? May take seconds, the first time."""
         return self.bypass.possible(welcome.direct)
 

@@ -19,7 +19,7 @@ from layerflow.spec import ModelSpec
 from layerflow.wire.messages import Found
 
 
-class HitPlan:
+class PinnedPlaces:
     """One hit's.
 
     :param number: the server's.
@@ -42,7 +42,7 @@ class HitPlan:
         self.users: set[int] = set()
 
     @classmethod
-    def of(cls, found: Found, tokens: int, tail: int, spec: ModelSpec) -> HitPlan | None:
+    def of(cls, found: Found, tokens: int, tail: int, spec: ModelSpec) -> PinnedPlaces | None:
         """What the answer brings for this hit of those that it tells of; None where some of it is not in the arena.
 
         :param tail: position of the tail that the hit ends with; -1 = with none.
@@ -110,16 +110,16 @@ def columns_of(spec: ModelSpec) -> tuple[int, ...]:
     return tuple(ends.index(covered_by(group, spec.shard)) for ends, group in held)
 
 
-class PlansInHand:
+class UnusedPlaces:
     """Plans that were told here and are not used yet. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._plans: dict[int, tuple[str, HitPlan, float]] = {}
+        self._plans: dict[int, tuple[str, PinnedPlaces, float]] = {}
         self._of: dict[str, int] = {}  #: by request, the number of its plan
         self._used: ExpiringSet[str] = ExpiringSet(MOST_USED)
 
-    def give(self, request: str, plan: HitPlan, until: float) -> int:
+    def give(self, request: str, plan: PinnedPlaces, until: float) -> int:
         """Hold a lookup's plan. Return the number of the request's earlier plan, which is void now; 0 = there is none.
 
         :param until: monotonic seconds; unused, it is void then.
@@ -130,7 +130,7 @@ class PlansInHand:
             self._of[request] = plan.number
             return void
 
-    def use(self, plan: HitPlan, request: str, user: int) -> bool:
+    def use(self, plan: PinnedPlaces, request: str, user: int) -> bool:
         """May this user begin a load by it? Once."""
         with self._lock:
             if plan.void or user in plan.users:

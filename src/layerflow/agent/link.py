@@ -77,7 +77,7 @@ class LinkListener(Protocol):
         """Is it a good moment? If not, the link asks again soon."""
         ...
 
-    def may_bypass(self, welcome: Welcome) -> bool:
+    def supports_direct(self, welcome: Welcome) -> bool:
         """Will this worker move bytes past the server's arena? May take seconds, the first time."""
         ...
 
@@ -315,7 +315,7 @@ class Link:
             welcome = conversation.introduce(self._engine, "agent", deadline, self._name)
             if not welcome.fd_server:
                 raise ConfigError(f"{self._endpoint}: an engine worker must run on the server's machine; use ipc://")
-            direct = bool(welcome.direct) and self._listener.may_bypass(welcome)
+            direct = bool(welcome.direct) and self._listener.supports_direct(welcome)
             deadline = time.monotonic() + CONNECT_TIMEOUT_S
             connection, fd, nbytes = fetch_arena(Path(welcome.fd_server), welcome.token, deadline)
             try:

@@ -9,10 +9,10 @@ import numpy as np
 
 from layerflow.agent.descriptors import Numbered, PartDescriptor
 from layerflow.agent.hit_plan import columns_of
-from layerflow.agent.lanes.load import LayerShape, PlannedLoads
+from layerflow.agent.lanes.load import LayerShape, WorkerDrivenLoads
 from layerflow.agent.lanes.task import EmulatedLink
 from layerflow.agent.mapping import KnownArena
-from layerflow.agent.step.loads import Residents
+from layerflow.agent.step.loads import ObjectGuard
 from layerflow.agent.step.step import Step
 from layerflow.objects import HEADER_BYTES
 from layerflow.ops.extents import BlockList
@@ -29,7 +29,7 @@ class LocatedLoads(NamedTuple):
     """
 
     arena: KnownArena
-    residents: Residents
+    residents: ObjectGuard
     parts: list[PlanPart]
 
 
@@ -65,7 +65,7 @@ class LoadLocator:
         every = rows[0] if len(rows) == 1 else np.concatenate(rows)
         if every[:, 0].max() > arena.memory.nbytes - HEADER_BYTES or (every[:, 0] & 7).any():
             return None
-        residents = Residents(arena.memory, every)
+        residents = ObjectGuard(arena.memory, every)
         return LocatedLoads(arena, residents, parts) if residents.there else None
 
     def _stored(self, part: PartDescriptor) -> list[int]:
@@ -77,8 +77,8 @@ class LoadLocator:
         return stored
 
     def bind(
-        self, step: Step, located: LocatedLoads, link: EmulatedLink, over: Callable[[PlannedLoads], None]
-    ) -> PlannedLoads:
+        self, step: Step, located: LocatedLoads, link: EmulatedLink, over: Callable[[WorkerDrivenLoads], None]
+    ) -> WorkerDrivenLoads:
         """Number the blocks of the step's loads. The load lane cuts them into batches later.
 
         :param link: emulated or not, that the loads pass.
@@ -94,4 +94,4 @@ class LoadLocator:
         loads = step.place(located.residents, located.parts, lists)
         counts = {group: len(column.numbers) for group, column in loads.items()}
         layers = self._layers if len(counts) == self._groups else [one for one in self._layers if one[1] in counts]
-        return PlannedLoads(step, layers, counts, copier=arena.copier, link=link, over=over)
+        return WorkerDrivenLoads(step, layers, counts, copier=arena.copier, link=link, over=over)

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import msgspec
 
-from layerflow.agent.hit_plan import HitPlan
+from layerflow.agent.hit_plan import PinnedPlaces
 from layerflow.agent.values import Follow, Hit
 from layerflow.hits import HitLength, Tail, find_hit
 from layerflow.keys import DIGEST_BYTES, Chain, object_key, several_key
@@ -167,7 +167,7 @@ def hit_of(found: HitLength | Found, chain: Chain, spec: ModelSpec, follow: Foll
         following = found.following and best.tokens > 0
         until = follow.deadline if following and follow is not None else 0.0
         best = replace(best, following=following, reason=found.reason, until=until)
-    plan = HitPlan.of(found, best.tokens, ends_in, spec) if best.tokens else None
+    plan = PinnedPlaces.of(found, best.tokens, ends_in, spec) if best.tokens else None
     return best if plan is None else replace(best, plan=plan)
 
 

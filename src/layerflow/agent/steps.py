@@ -19,9 +19,9 @@ import structlog
 from layerflow.agent.costs import LoadPolicy, Measures, work_of
 from layerflow.agent.descriptors import PartDescriptor, check_blocks, describe_loads, describe_saves, without_tails
 from layerflow.agent.direct import DirectLaneSwitch
-from layerflow.agent.hit_plan import PlansInHand
+from layerflow.agent.hit_plan import UnusedPlaces
 from layerflow.agent.lanes.lanes import Lanes
-from layerflow.agent.lanes.load import PlannedLoads
+from layerflow.agent.lanes.load import WorkerDrivenLoads
 from layerflow.agent.link import Attachment, Link, ReportBuffer
 from layerflow.agent.mapping import Arenas, KnownArena
 from layerflow.agent.planned import LoadLocator, LocatedLoads
@@ -170,7 +170,7 @@ class Steps(OpenSteps):
         device: Device,
         *,
         link: Link,
-        plans: PlansInHand,
+        plans: UnusedPlaces,
         policy: LoadPolicy,
         counters: AgentCounters,
     ) -> None:
@@ -491,7 +491,7 @@ class Steps(OpenSteps):
         if step.saves:
             self.lanes.save.wake()
 
-    def _on_loads_over(self, loads: PlannedLoads, arena: KnownArena, report: ReportBuffer) -> None:
+    def _on_loads_over(self, loads: WorkerDrivenLoads, arena: KnownArena, report: ReportBuffer) -> None:
         """Nothing of the step's worker-driven loads moves any more.
 
         :param report: of the attachment that the step was opened with.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from layerflow.agent.hit_plan import HitPlan
+from layerflow.agent.hit_plan import PinnedPlaces
 from layerflow.keys import Chain
 from layerflow.observe.trace import StepFigures
 
@@ -48,7 +48,7 @@ class Hit:
     reason: str = ""
     until: float = 0.0
     drafts: bool = False
-    plan: HitPlan | None = field(default=None, compare=False, repr=False)
+    plan: PinnedPlaces | None = field(default=None, compare=False, repr=False)
 
     def stored(self, chunk_tokens: int) -> int:
         """Leading tokens of the prompt that are stored: the hit's, and the one left to compute if that is too."""

@@ -75,7 +75,7 @@ SLOWEST_BYTES_PER_S = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class CallTimeout:
     """How long a call of a backend may take.
 
     :param call_s: a native call, whatever it moves.
@@ -95,8 +95,8 @@ class Lane(abc.ABC, Generic[Item]):
     :param patience: how long a call of the backend may take.
     """
 
-    def __init__(self, name: str, patience: Patience | None = None) -> None:
-        self.patience = patience or Patience()
+    def __init__(self, name: str, patience: CallTimeout | None = None) -> None:
+        self.patience = patience or CallTimeout()
         self.hung_at = math.inf  #: from then on the call that is under way counts as hung, on the monotonic clock
         self._inbox: list[Item] = []
         self._changed = threading.Condition()
@@ -195,7 +195,7 @@ class TransferLane(Lane[Item]):
         backend: Backend,
         arena: SharedMemory,
         backend_calls: BackendCalls,
-        patience: Patience | None,
+        patience: CallTimeout | None,
     ) -> None:
         super().__init__(name, patience)
         self._backend, self._arena, self._backend_calls = backend, arena, backend_calls
@@ -320,7 +320,7 @@ class FetchLane(TransferLane[Fetch | Pull | EndFetch]):
         *,
         backend_calls: BackendCalls,
         hide: Callable[[Sequence[bytes]], None],
-        patience: Patience | None = None,
+        patience: CallTimeout | None = None,
     ) -> None:
         super().__init__("fetch", backend, arena, backend_calls, patience)
         self._tell, self._hide = tell, hide
@@ -414,7 +414,7 @@ class WriteLane(TransferLane[Write | Push | Drop | EndWrite]):
         arena: SharedMemory,
         backend_calls: BackendCalls,
         tell: Callable[[Written], None],
-        patience: Patience | None = None,
+        patience: CallTimeout | None = None,
     ) -> None:
         super().__init__("write", backend, arena, backend_calls, patience)
         self._tell = tell

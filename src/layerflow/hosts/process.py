@@ -18,12 +18,12 @@ from layerflow.errors import ProtocolError
 from layerflow.hosts.backend import Backend, BackendInfo, Unreachable, Unusable
 from layerflow.hosts.lanes import (
     BackendCalls,
+    CallTimeout,
     FetchLane,
     HealthCheck,
     Hide,
     Lane,
     LookupLane,
-    Patience,
     WriteLane,
     describe,
     refuse,
@@ -128,7 +128,7 @@ class HostMain:
         self._holding = IndexReporter(self._tell)
         self._check: HealthCheck | None = None
         self._movers: tuple[Lane[Any], ...] = ()
-        self._patience = Patience()
+        self._patience = CallTimeout()
 
     def run(self) -> int:
         """Until the server says Stop or is gone, or the backend is unusable; the exit code.
@@ -140,7 +140,7 @@ class HostMain:
             if not isinstance(start, Start):
                 log.error("host_misled", error=f"{type(start).__name__} before Start")
                 return FATAL
-            self._patience = Patience(start.options.get("timeout_ms", CALL_MS) / 1e3)
+            self._patience = CallTimeout(start.options.get("timeout_ms", CALL_MS) / 1e3)
             backend = make(start.backend, start.options)
             backend.report_found(self._holding.found)
             self._holding.attach(self._attach(backend))

@@ -104,7 +104,7 @@ SOURCE_S = 10.0
 _MAX_SOURCES = 1024
 
 
-class LogLimit:
+class LogRateLimiter:
     """At most :data:`LINES_PER_S` lines a second: a client that sends nonsense must not fill the disk with them."""
 
     def __init__(self) -> None:
@@ -125,10 +125,10 @@ class LogLimit:
 
 
 class SourceLogLimit:
-    """One line in :data:`SOURCE_S` about each process or host, and the bound of :class:`LogLimit` about all of them."""
+    """One line in :data:`SOURCE_S` about each process or host; about all of them, as :class:`LogRateLimiter` has it."""
 
     def __init__(self) -> None:
-        self._all = LogLimit()
+        self._all = LogRateLimiter()
         self._written: ExpiringSet[str] = ExpiringSet(_MAX_SOURCES)  #: sources of which a line was just written
         self._left_out: dict[str, int] = {}
 

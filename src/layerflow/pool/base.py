@@ -113,7 +113,7 @@ class PoolStatistics:
 class Covering(Protocol):
     """Objects of other partitions (tensor and pipeline sizes), which may stand in for one that was never stored."""
 
-    def alternatives(self, key: bytes) -> list[bytes]:
+    def overlapping_keys(self, key: bytes) -> list[bytes]:
         """Objects, complete or not, that have something of this one."""
         ...
 

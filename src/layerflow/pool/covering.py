@@ -79,7 +79,7 @@ class CoveringPool(MemoryPool):
         """Itself, where objects of other partitions may stand in for this model's."""
         return self if spec.fingerprint in self._alternatives else None
 
-    def alternatives(self, key: bytes) -> list[bytes]:
+    def overlapping_keys(self, key: bytes) -> list[bytes]:
         """Objects of other partitions, complete or not, that have something of this one."""
         return [other for _, other in self._others(key)]
 

@@ -97,7 +97,7 @@ class ClientGone(Exception):
     """The client has closed its connection, or takes nothing any more."""
 
 
-class Outlet(Protocol):
+class ResponseSink(Protocol):
     """Where the answer to one prompt goes."""
 
     @property

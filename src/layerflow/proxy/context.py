@@ -30,7 +30,7 @@ _BYTES_PER_TOKEN = 4.0  # until engines have told
 _RETRIED = 32  # one request in so many goes the slower way, so that its figure stays true
 
 
-class Way(Enum):
+class RequestRoute(Enum):
     """Who computes a prompt."""
 
     APART = "apart"
@@ -60,22 +60,24 @@ class ShortPrompts:
 
     def __init__(self, most_tokens: int) -> None:
         self._most = most_tokens
-        self._seconds: dict[tuple[int, Way], float] = {}
+        self._seconds: dict[tuple[int, RequestRoute], float] = {}
         self._asked: dict[int, int] = {}
 
-    def choose(self, tokens: int) -> Way:
+    def choose(self, tokens: int) -> RequestRoute:
         """The way of the next prompt of so many tokens."""
         if tokens > self._most:
-            return Way.APART
+            return RequestRoute.APART
         length = tokens.bit_length()
-        apart, alone = self._seconds.get((length, Way.APART)), self._seconds.get((length, Way.ALONE))
-        quicker = Way.APART if apart is not None and alone is not None and apart < alone else Way.ALONE
+        apart, alone = self._seconds.get((length, RequestRoute.APART)), self._seconds.get((length, RequestRoute.ALONE))
+        quicker = (
+            RequestRoute.APART if apart is not None and alone is not None and apart < alone else RequestRoute.ALONE
+        )
         asked = self._asked[length] = self._asked.get(length, 0) + 1
         if asked % _RETRIED == 0:
-            return Way.ALONE if quicker is Way.APART else Way.APART
+            return RequestRoute.ALONE if quicker is RequestRoute.APART else RequestRoute.APART
         return quicker
 
-    def learn(self, tokens: int, way: Way, seconds: float) -> None:
+    def learn(self, tokens: int, way: RequestRoute, seconds: float) -> None:
         """A first token came `seconds` after the request."""
         if tokens <= self._most:
             key = tokens.bit_length(), way
@@ -193,7 +195,7 @@ class ProxyMetrics:
         return text + generate_latest(self._addresses) if addresses else text
 
 
-class Cut(Enum):
+class AbortReason(Enum):
     """Why a request was ended from outside."""
 
     CLIENT_GONE = "client gone"
@@ -205,9 +207,9 @@ class OpenRequest:
     """A request on its way. `scope` is around all that it does."""
 
     scope: anyio.CancelScope
-    cut: Cut | None = None
+    cut: AbortReason | None = None
 
-    def end(self, cut: Cut) -> None:
+    def end(self, cut: AbortReason) -> None:
         """End it now: both legs are closed, and so aborted in their engines."""
         self.cut = self.cut or cut
         self.scope.cancel()

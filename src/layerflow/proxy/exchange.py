@@ -8,8 +8,8 @@ from typing import Any
 import structlog
 
 from layerflow.errors import ProxyError, UpstreamError
-from layerflow.proxy.answers import Outlet
-from layerflow.proxy.context import ProxyContext, Way
+from layerflow.proxy.answers import ResponseSink
+from layerflow.proxy.context import ProxyContext, RequestRoute
 from layerflow.proxy.instances import Instance, Role, digests, prompt_bytes
 from layerflow.proxy.legs import DecodeCall, Prefilled, PrefillUsage, decode, engine_headers, prefill, prefill_body
 from layerflow.proxy.request import CHAT, ClientRequest, only_prompt
@@ -25,10 +25,10 @@ class Exchange:
     :param outlet: where the answer goes.
     """
 
-    def __init__(self, context: ProxyContext, request: ClientRequest, outlet: Outlet) -> None:
+    def __init__(self, context: ProxyContext, request: ClientRequest, outlet: ResponseSink) -> None:
         self.context, self.request, self.outlet = context, request, outlet
         self.usage = PrefillUsage()
-        self.way = Way.APART.value
+        self.way = RequestRoute.APART.value
         prompt = request.prompts[0] if request.prompts else only_prompt(request.body.raw("prompt"))
         self.beginnings = digests(prompt_bytes(request.body, prompt))  # of a list's first prompt
         self._text_bytes, counted = _sizes(request, prompt)
@@ -209,7 +209,7 @@ class Exchange:
         if self._prefilled_at is not None:
             context.metrics.handoff.observe(now - self._prefilled_at)
         if self.way != RECOMPUTED and self.request.stream:
-            context.short_prompts.learn(self.tokens, Way(self.way), now - self._began)
+            context.short_prompts.learn(self.tokens, RequestRoute(self.way), now - self._began)
         context.instances.prefixes.record(self.beginnings, instance)
 
 

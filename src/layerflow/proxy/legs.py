@@ -15,7 +15,7 @@ import msgspec
 
 from layerflow.config.proxy import ProxySettings
 from layerflow.errors import UpstreamError
-from layerflow.proxy.answers import DONE, Event, EventParser, Outlet, make_event
+from layerflow.proxy.answers import DONE, Event, EventParser, ResponseSink, make_event
 from layerflow.proxy.instances import Instance
 from layerflow.proxy.request import NOT_JSON, Body, Headers
 
@@ -375,7 +375,7 @@ class DecodeCall:
 async def decode(
     instance: Instance,
     call: DecodeCall,
-    outlet: Outlet,
+    outlet: ResponseSink,
     *,
     usage: PrefillUsage,
     settings: ProxySettings,
@@ -410,7 +410,7 @@ class _Leg:
 
     instance: Instance
     call: DecodeCall
-    outlet: Outlet
+    outlet: ResponseSink
     usage: PrefillUsage
     settings: ProxySettings
     first_token: Callable[[], None]

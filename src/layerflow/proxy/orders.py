@@ -12,8 +12,8 @@ import msgspec
 
 from layerflow.config.proxy import Order
 from layerflow.errors import ProxyError, UpstreamError
-from layerflow.proxy.answers import DONE, ClientGone, ClientResponse, Event, Outlet, make_event
-from layerflow.proxy.context import ProxyContext, Way
+from layerflow.proxy.answers import DONE, ClientGone, ClientResponse, Event, ResponseSink, make_event
+from layerflow.proxy.context import ProxyContext, RequestRoute
 from layerflow.proxy.exchange import Exchange
 from layerflow.proxy.hosts import check_hosts
 from layerflow.proxy.instances import Instance, Role
@@ -203,7 +203,7 @@ async def prefill_first(exchange: Exchange) -> None:
 
 
 _AT_ONCE = 64  # prompts of one list on their way
-Serve = Callable[[ClientRequest, Outlet], Awaitable[None]]
+Serve = Callable[[ClientRequest, ResponseSink], Awaitable[None]]
 
 
 async def serve_list(request: ClientRequest, response: ClientResponse, serve: Serve) -> None:
@@ -341,7 +341,7 @@ async def serve(context: ProxyContext, request: ClientRequest, response: ClientR
     :raises ProxyError: it cannot be answered.
     """
 
-    async def serve_prompt(part: ClientRequest, outlet: Outlet) -> None:
+    async def serve_prompt(part: ClientRequest, outlet: ResponseSink) -> None:
         await _serve_prompt(context, part, outlet)
 
     apart = request.prompts and context.settings.order != "decode-first" and decoder_alone(request.body) is None
@@ -351,14 +351,14 @@ async def serve(context: ProxyContext, request: ClientRequest, response: ClientR
         await serve_prompt(request, response)
 
 
-async def _serve_prompt(context: ProxyContext, request: ClientRequest, outlet: Outlet) -> None:
+async def _serve_prompt(context: ProxyContext, request: ClientRequest, outlet: ResponseSink) -> None:
     exchange = Exchange(context, request, outlet)
     reason = decoder_alone(request.body)
-    if reason is None and context.short_prompts.choose(exchange.tokens) is Way.ALONE:
+    if reason is None and context.short_prompts.choose(exchange.tokens) is RequestRoute.ALONE:
         reason = "short"
     if reason is None:
         await _ORDERS[context.settings.order](exchange)
         return
     context.metrics.skipped.labels(reason).inc()
-    exchange.way = Way.ALONE.value
+    exchange.way = RequestRoute.ALONE.value
     await exchange.decode_alone()

@@ -23,7 +23,7 @@ from starlette.routing import Route
 from layerflow.config.proxy import InstanceAddress, ProxySettings, instance_addresses
 from layerflow.errors import ProxyError
 from layerflow.proxy.answers import ClientGone, ClientResponse, Send, error_body
-from layerflow.proxy.context import Cut, OpenRequest, ProxyContext
+from layerflow.proxy.context import AbortReason, OpenRequest, ProxyContext
 from layerflow.proxy.instances import Instance, Role
 from layerflow.proxy.legs import engine_headers, passed_on
 from layerflow.proxy.metaserver import read_posted
@@ -234,7 +234,7 @@ class Completions:
                         _log.exception("request_failed", request=request_id)
                         failure = ProxyError("the proxy failed; its log says how", 500)
             if working.cancelled_caught:
-                gone = opened.cut is Cut.CLIENT_GONE
+                gone = opened.cut is AbortReason.CLIENT_GONE
                 failure = _cut_off(opened, settings.request_timeout_s)
             await self._end(response, failure, gone)
             tasks.cancel_scope.cancel()
@@ -256,7 +256,7 @@ class Completions:
 
 
 def _cut_off(opened: OpenRequest, timeout_s: float) -> ProxyError:
-    if opened.cut is Cut.STOPPING:
+    if opened.cut is AbortReason.STOPPING:
         return ProxyError("the proxy stopped before the request had ended; ask another one", 503)
     return ProxyError(f"the request took longer than {timeout_s:g} s (proxy.request_timeout_s)", 504)
 
@@ -264,7 +264,7 @@ def _cut_off(opened: OpenRequest, timeout_s: float) -> ProxyError:
 async def _watch(receive: Receive, opened: OpenRequest) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    opened.end(Cut.CLIENT_GONE)
+    opened.end(AbortReason.CLIENT_GONE)
 
 
 # What the proxy tells of itself and of its engines: health, metrics, models. Only operators are told addresses.

@@ -16,7 +16,7 @@ from layerflow.config.settings import make_private
 from layerflow.endpoint import default_endpoint, socket_directory
 from layerflow.errors import ConfigError
 from layerflow.http_server import UvicornServer, listen, url_of
-from layerflow.proxy.context import Cut, ProxyContext, make_context
+from layerflow.proxy.context import AbortReason, ProxyContext, make_context
 from layerflow.proxy.instances import probe_all
 from layerflow.proxy.metaserver import Metaserver
 from layerflow.proxy.routes import make_admin_app, make_app
@@ -154,7 +154,7 @@ async def _stop(context: ProxyContext, server: UvicornServer, shutdown: anyio.Ev
     if context.requests:
         _log.warning("proxy_cut_requests", open_requests=len(context.requests))
     for request in list(context.requests):
-        request.end(Cut.STOPPING)
+        request.end(AbortReason.STOPPING)
     server.should_exit = True
 
 

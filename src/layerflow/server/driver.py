@@ -40,7 +40,7 @@ from layerflow.flow.events import BatchDone, Event, FrontierReached, Hop, Limits
 from layerflow.observe.metrics import Metrics
 from layerflow.pool.base import Pool
 from layerflow.server.incoming import Follows, IncomingObjects
-from layerflow.server.planner import MOST_UNCLAIMED, StepBook
+from layerflow.server.planner import MOST_UNCLAIMED, StepRecord
 from layerflow.wire.messages import (
     BROKEN,
     Batch,
@@ -87,7 +87,7 @@ class Driver:
         self._metrics = metrics
         self._send = send
         self._step_done = step_done
-        self._books: dict[tuple[int, int], StepBook] = {}
+        self._books: dict[tuple[int, int], StepRecord] = {}
         self._grants: dict[int, Grant] = {}
         self._notices: dict[int, Notice] = {}
         self._granted_at: dict[int, dict[int, tuple[float, str]]] = {}
@@ -102,7 +102,7 @@ class Driver:
         """Steps that are not finished."""
         return len(self._books)
 
-    def open(self, key: tuple[int, int], book: StepBook) -> None:
+    def open(self, key: tuple[int, int], book: StepRecord) -> None:
         """Remember a step before the core is told of it."""
         self._books[key] = book
 
@@ -262,7 +262,7 @@ class Driver:
         positions = [book.save_parts[part] for part in command.parts]
         self._notice(command.session).stored.append(Stored(command.step, positions, committed, reason))
 
-    def _settle(self, step: tuple[int, int], book: StepBook, keys: list[bytes], committed: bool, reason: str) -> None:
+    def _settle(self, step: tuple[int, int], book: StepRecord, keys: list[bytes], committed: bool, reason: str) -> None:
         if committed:
             self._pool.commit(keys, book.owner)
             if self.unclaimed:

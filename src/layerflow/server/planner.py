@@ -18,7 +18,7 @@ from layerflow.pool.base import Located, NewObject, Owner, Pool, ReserveStatus
 from layerflow.server.clients import ClientSession
 from layerflow.server.plans import plan_owner
 from layerflow.server.search import stored_object
-from layerflow.server.step_check import CheckedStep, Wanted
+from layerflow.server.step_check import CheckedPart, CheckedStep
 from layerflow.spec import ModelSpec
 from layerflow.wire.messages import Covered, OpenStep, Plan, PlanPart
 from layerflow.wire.packing import pack_u32, pack_u64
@@ -38,7 +38,7 @@ def step_owner(session: int, step: int) -> tuple[str, int, int]:
 
 
 @dataclass(slots=True)
-class StepBook:
+class StepRecord:
     """What the server remembers of an open step.
 
     :param save_parts: for each save part of the core: its position in the OpenStep message.
@@ -81,7 +81,7 @@ class Opening:
 
     events: Sequence[Event]
     plan: Plan
-    book: StepBook
+    book: StepRecord
     loaded: list[tuple[str, list[bytes]]]
     full: int
     missing: int
@@ -95,8 +95,8 @@ def plan_loads(
     tier: Sources | None,
     session: ClientSession,
     *,
-    book: StepBook,
-    loads: list[Wanted],
+    book: StepRecord,
+    loads: list[CheckedPart],
     handoffs: Handoffs,
     incoming: IncomingObjects,
     follows: Follows,
@@ -153,7 +153,7 @@ def plan_loads(
 
 
 def take_over(
-    pool: Pool, session: ClientSession, book: StepBook, message: OpenStep, loads: list[Wanted]
+    pool: Pool, session: ClientSession, book: StepRecord, message: OpenStep, loads: list[CheckedPart]
 ) -> tuple[list[PlanPart], list[Part], set[str], list[Covered]]:
     """The same of planned loads: the step pins what the plans of its hits do; its worker moves it already.
 
@@ -178,11 +178,13 @@ def take_over(
     return [], parts, set(), []
 
 
-def _missing(wanted: Wanted, found: list[Located | None]) -> list[bytes]:
+def _missing(wanted: CheckedPart, found: list[Located | None]) -> list[bytes]:
     return [key for key, place in zip(wanted.keys, found, strict=True) if place is None]
 
 
-def _follow(follows: Follows, session: ClientSession, loads: list[Wanted], located: list[list[Located | None]]) -> None:
+def _follow(
+    follows: Follows, session: ClientSession, loads: list[CheckedPart], located: list[list[Located | None]]
+) -> None:
     """Follow what the arena lacks and somebody is storing, for requests that have hit it so."""
     spec = session.spec
     assert spec is not None
@@ -196,7 +198,7 @@ def _bring(
     tier: Sources,
     incoming: IncomingObjects,
     session: ClientSession,
-    loads: list[Wanted],
+    loads: list[CheckedPart],
     located: list[list[Located | None]],
 ) -> None:
     """Start fetching what the arena lacks, one job per group."""
@@ -229,8 +231,8 @@ Adopt = Callable[[Sequence[NewObject], Owner], Mapping[bytes, int]]
 
 def plan_saves(
     pool: Pool,
-    book: StepBook,
-    saves: list[tuple[Wanted, list[NewObject]]],
+    book: StepRecord,
+    saves: list[tuple[CheckedPart, list[NewObject]]],
     *,
     bad: set[str],
     replicas: Sequence[Replica],
@@ -293,7 +295,7 @@ def plan_step(
     spec = session.spec
     assert spec is not None
     loads, saves = checked.loads, checked.saves
-    book = StepBook(step_owner(session.number, message.step), in_turns=any(each.copies > 1 for each in replicas))
+    book = StepRecord(step_owner(session.number, message.step), in_turns=any(each.copies > 1 for each in replicas))
     load_plan, load_parts, bad, covered = (
         take_over(pool, session, book, message, loads)
         if message.planned
@@ -353,7 +355,7 @@ def plan_direct(session: ClientSession, message: OpenStep, checked: CheckedStep)
     spec = session.spec
     assert spec is not None
     loads, saves = checked.loads, [wanted for wanted, _ in checked.saves]
-    book = StepBook(("step", session.number, message.step), direct=True)
+    book = StepRecord(("step", session.number, message.step), direct=True)
     _remember_loads(book, loads)
     book.save_parts = list(range(len(saves)))
     book.save_keys = [wanted.keys for wanted in saves]
@@ -370,15 +372,15 @@ def plan_direct(session: ClientSession, message: OpenStep, checked: CheckedStep)
     return Opening([event], plan, book, [], full=0, missing=0)
 
 
-def _part(wanted: Wanted) -> Part:
+def _part(wanted: CheckedPart) -> Part:
     return Part(wanted.request, wanted.group, int(wanted.counts.sum()))
 
 
-def _zeros(wanted: Wanted) -> bytes:
+def _zeros(wanted: CheckedPart) -> bytes:
     return pack_u64([0] * len(wanted.keys))
 
 
-def _held(spec: ModelSpec, wanted: Wanted) -> list[int]:
+def _held(spec: ModelSpec, wanted: CheckedPart) -> list[int]:
     """Blocks per layer of each object.
 
     :raises ProtocolError: more are wanted of one than it holds.
@@ -396,7 +398,7 @@ def _held(spec: ModelSpec, wanted: Wanted) -> list[int]:
     return held
 
 
-def _remember_loads(book: StepBook, loads: list[Wanted]) -> None:
+def _remember_loads(book: StepRecord, loads: list[CheckedPart]) -> None:
     at: dict[int, int] = {}
     for wanted in loads:
         objects = book.load_objects.setdefault(wanted.group, [])

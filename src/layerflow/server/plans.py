@@ -23,7 +23,7 @@ MOST_UNUSED = 4
 
 
 @dataclass(slots=True, eq=False)
-class HeldPlan:
+class PinnedHit:
     """One hit's plan.
 
     :param asker: the client that it was told.
@@ -73,14 +73,14 @@ def plan_owner(engine: str, number: int) -> tuple[str, str, int]:
     return ("plan", engine, number)
 
 
-class Plans:
+class PinnedHits:
     """All plans that pin something."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         # A number of another server must mean nothing here.
         self._numbers = itertools.count(secrets.randbits(48) + numbers.first)
-        self._plans: dict[int, HeldPlan] = {}
+        self._plans: dict[int, PinnedHit] = {}
         self._by_request: dict[tuple[str, str], set[int]] = {}
 
     def __len__(self) -> int:
@@ -91,7 +91,7 @@ class Plans:
 
         A client may have :data:`MOST_UNUSED` plans of a request that no worker has used: the oldest makes room.
         """
-        plan = HeldPlan(next(self._numbers), request, asker, set(workers), charge)
+        plan = PinnedHit(next(self._numbers), request, asker, set(workers), charge)
         mine = (self._plans[number] for number in self._by_request.get((plan.engine, request), ()))
         unused = [other for other in mine if other.asker is asker and not other.used]
         if len(unused) >= MOST_UNUSED:
@@ -137,13 +137,13 @@ class Plans:
             else:
                 self._leave(plan, client.number)
 
-    def _leave(self, plan: HeldPlan, worker: int) -> None:
+    def _leave(self, plan: PinnedHit, worker: int) -> None:
         if worker in plan.workers:
             plan.workers.remove(worker)
             if not plan.workers:
                 self._end(plan)
 
-    def _end(self, plan: HeldPlan, until: float | None = None) -> None:
+    def _end(self, plan: PinnedHit, until: float | None = None) -> None:
         del self._plans[plan.number]
         plan.charge.release()
         mine = self._by_request[plan.engine, plan.request]

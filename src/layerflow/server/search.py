@@ -45,7 +45,7 @@ class LookupView:
         there = self._each(keys)
         if self.covering is not None and not all(there):
             missing = [key for key, found in zip(keys, there, strict=True) if not found]
-            others = list({other for key in missing for other in self.covering.alternatives(key)})
+            others = list({other for key in missing for other in self.covering.overlapping_keys(key)})
             have = {other for other, found in zip(others, self._each(others), strict=True) if found}
             for at, key in enumerate(keys):
                 there[at] = there[at] or bool(self.covering.sources(key, have.__contains__))
@@ -62,7 +62,7 @@ class LookupView:
 
     def tails(self, parent: bytes, most: int = ANY_LENGTH, *, undigested: bool = False) -> Iterator[base.Tail]:
         """Partial chunks that follow `parent`; parameters and order as of :meth:`.ChunkIndex.tails`."""
-        others = self.covering.alternatives(parent) if self.covering is not None else ()
+        others = self.covering.overlapping_keys(parent) if self.covering is not None else ()
         return merged_tails(
             self.here.tails(parent, most, undigested=undigested) if self.here is not None else (),
             self.elsewhere.tails(parent, most, undigested=undigested),
@@ -189,7 +189,7 @@ def with_alternatives(covering: Covering | None, keys: Iterable[bytes]) -> list[
     own = list(keys)
     if covering is None:
         return own
-    return list(dict.fromkeys([*own, *(other for key in own for other in covering.alternatives(key))]))
+    return list(dict.fromkeys([*own, *(other for key in own for other in covering.overlapping_keys(key))]))
 
 
 def doubling(stop: int) -> Iterator[int]:

@@ -34,7 +34,7 @@ from layerflow.server.handlers import Handlers
 from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handoffs.registry import Handoffs
 from layerflow.server.mailboxes import Mailboxes
-from layerflow.server.plans import Plans
+from layerflow.server.plans import PinnedHits
 from layerflow.server.status import status_of
 from layerflow.server.terms import limits_of, terms_of
 from layerflow.server.transport.door import Door
@@ -65,7 +65,7 @@ MOST_BEHIND_S = 10.0
 The control socket reads its clients in turn, so that messages of the others do not wait so long."""
 
 
-class LeaseClock:
+class PausedClock:
     """Until when leases have run out, so that a pause of the server costs nobody a lease.
 
     What clients sent while the server was stopped may use leases: none runs out before a round that began in time has
@@ -112,7 +112,7 @@ async def housekeep(
     :param lose_silent: told of sessions of which nothing was heard for too long.
     """
     due = time.monotonic() + PERIOD_S
-    leases = LeaseClock(time.monotonic(), lease_s)
+    leases = PausedClock(time.monotonic(), lease_s)
     while True:
         await anyio.sleep(max(0.0, due - time.monotonic()))
         now = time.monotonic()
@@ -129,7 +129,7 @@ async def housekeep(
             limit = server.settings().liveness_ms / 1e3 + lag
             if server.peers is not None:
                 server.peers.expire(expired)
-                server.peers.look_after()
+                server.peers.check_liveness()
             for session in server.sessions.all():
                 if now - session.heard > limit:
                     lose_silent(session)
@@ -222,7 +222,7 @@ class Server:
             lease_s=lambda: self.settings.pool.lease_ms / 1e3,
             handoffs=self.handoffs,
             pd=lambda: self.settings.pd,
-            plans=Plans(self.pool),
+            plans=PinnedHits(self.pool),
             incarnation=secrets.randbits(62) + 1,
             tier=sources,
             mailboxes=self.mailboxes,

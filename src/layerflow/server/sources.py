@@ -53,7 +53,7 @@ class Sources:
         if self.tier is not None:
             found = await self.tier.ask(keys, charge, until)
             if self.peers is not None:
-                self.peers.forgo(list(found))
+                self.peers.decline(list(found))
         return found | await lent
 
     def worth(self, found: frozenset[bytes], compute_s: float, objects: int) -> frozenset[bytes]:
@@ -64,7 +64,7 @@ class Sources:
         if self.peers is None:
             return found
         dear = self.peers.dear(found, compute_s, objects)
-        self.peers.forgo(list(dear))
+        self.peers.decline(list(dear))
         return found - dear
 
     def hide(self, keys: Sequence[bytes]) -> int:

@@ -21,7 +21,7 @@ MAX_STEP_S = 86_400.0
 
 
 @dataclass(slots=True)
-class Wanted:
+class CheckedPart:
     """A checked part of an OpenStep; of loads also whether the last object is a tail, and what it follows (a key)."""
 
     request: str
@@ -39,8 +39,8 @@ class CheckedStep:
     :param nbytes: bytes that it asks to be loaded and saved.
     """
 
-    loads: list[Wanted]
-    saves: list[tuple[Wanted, list[NewObject]]]
+    loads: list[CheckedPart]
+    saves: list[tuple[CheckedPart, list[NewObject]]]
     nbytes: int
 
 
@@ -76,7 +76,7 @@ def count_objects(message: OpenStep) -> int:
     return nbytes // DIGEST_BYTES
 
 
-def _moved(spec: ModelSpec, wanted: Wanted) -> int:
+def _moved(spec: ModelSpec, wanted: CheckedPart) -> int:
     group = spec.groups[wanted.group]
     return int(wanted.counts.sum()) * group.bytes_per_block * len(group.layers)
 
@@ -90,7 +90,7 @@ def check_deadlines(message: OpenStep, now: float, most_s: float) -> None:
         )
 
 
-def check_part(part: LoadPart | SavePart, spec: ModelSpec) -> Wanted:
+def check_part(part: LoadPart | SavePart, spec: ModelSpec) -> CheckedPart:
     """:raises ProtocolError: no such group, or objects without a size that they can have."""
     where = _place(part, spec)
     digests = codec.split_digests(part.digests, where)
@@ -98,10 +98,10 @@ def check_part(part: LoadPart | SavePart, spec: ModelSpec) -> Wanted:
     most = spec.chunk_tokens // spec.groups[part.group].block_size
     if not digests or counts.min() < 1 or counts.max() > most:
         raise ProtocolError(f"{where}: a part has at least one object, and each 1 to {most} blocks")
-    return Wanted(part.request, part.group, [object_key(d, part.group, spec.shard) for d in digests], counts)
+    return CheckedPart(part.request, part.group, [object_key(d, part.group, spec.shard) for d in digests], counts)
 
 
-def check_load(part: LoadPart, spec: ModelSpec) -> Wanted:
+def check_load(part: LoadPart, spec: ModelSpec) -> CheckedPart:
     """:raises ProtocolError: as of :func:`check_part`, or a tail that is none."""
     wanted = check_part(part, spec)
     if len(part.parent) != (DIGEST_BYTES if part.tail else 0) or not 0 <= part.tail < spec.chunk_tokens:

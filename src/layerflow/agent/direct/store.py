@@ -14,7 +14,7 @@ from layerflow.device.base import DeviceEvent
 from layerflow.errors import DeadlineExceeded, PoolError
 from layerflow.hosts.backend import OK, ObjectLocation, ObjectResult, Unreachable, Unusable, pool_name
 from layerflow.hosts.memcache.backend import MemcacheReader, MemcacheWriter, is_header
-from layerflow.hosts.memcache.client import SLOTS, MemcacheClient, Scratch, explain
+from layerflow.hosts.memcache.client import SLOTS, HeaderBuffer, MemcacheClient, explain
 from layerflow.objects import HEADER_BYTES, pack_header
 from layerflow.ops.extents import Extents
 from layerflow.ops.paged import PagedMemory
@@ -49,8 +49,8 @@ class DirectStore:
             code = self._calls.register(address, nbytes)
             if code != 0:
                 raise Unusable(f"memcache cannot register {nbytes} bytes at {address:#x} ({explain(code)})")
-        self._scratch, self._lane_scratch = Scratch(self._calls), Scratch(self._calls)
-        self._writer.scratch = Scratch(self._calls)
+        self._scratch, self._lane_scratch = HeaderBuffer(self._calls), HeaderBuffer(self._calls)
+        self._writer.scratch = HeaderBuffer(self._calls)
         self._writer.arena = self._headers
         self._writer.number = client.number
 

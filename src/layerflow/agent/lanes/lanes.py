@@ -24,7 +24,7 @@ from layerflow.wire.messages import BROKEN, Failure, Terms
 log = structlog.get_logger("layerflow.agent")
 
 
-class CopyEnds:
+class CompletionHandler:
     """Ends batches. Both lanes call :meth:`copied`; on a device the poller's thread does the rest.
 
     :param poller: of the device; None on the cpu.
@@ -118,7 +118,7 @@ class Lanes:
             if device.kind != "cpu":
                 self.poller = Poller(device.kind, prepare=device.leave_captures, lost=link.give_up)
                 begun.callback(self.poller.close)
-            ends = CopyEnds(self.poller, lambda *end: self._ended_batch(*end))  # noqa: PLW0108 - tests replace the method
+            ends = CompletionHandler(self.poller, lambda *end: self._ended_batch(*end))  # noqa: PLW0108 - tests replace the method
             self.load = LoadLane(ends.copied, self._loaded_some, link.give_up)
             begun.callback(self.load.close)
             self.save = SaveLane(ends.copied, self._saved_some, link.give_up)
@@ -169,7 +169,7 @@ class Lanes:
                 self._counters.saved_bytes += batch.nbytes
             job.report.done.append(batch.batch)
         # Lanes that end their batches themselves wake the link once they have several ends to report.
-        if failure or (self.poller is not None and (batch.direction == SAVE or self.load.has_few)):
+        if failure or (self.poller is not None and (batch.direction == SAVE or self.load.is_nearly_empty)):
             self._link.wake()
 
     def _loaded_some(self) -> None:

@@ -24,7 +24,7 @@ from layerflow.agent.lanes.task import (
     Report,
     explained,
     extents_of,
-    one_call,
+    take_coalescible,
     together,
     trace,
 )
@@ -61,7 +61,7 @@ class PlannedCaps(NamedTuple):
     depth: int = 0
 
 
-class PlannedLoads:
+class WorkerDrivenLoads:
     """One step's. The load lane cuts, any thread ends.
 
     :param layers: with something to load, in the order in which they are computed.
@@ -81,7 +81,7 @@ class PlannedLoads:
         *,
         copier: Copier,
         link: EmulatedLink,
-        over: Callable[[PlannedLoads], None],
+        over: Callable[[WorkerDrivenLoads], None],
     ) -> None:
         self.step = step
         self.moved = 0
@@ -184,21 +184,21 @@ class PlannedLoads:
 
 
 @dataclass(slots=True)
-class PlannedQueue:
+class WorkerDrivenQueue:
     """All steps with planned loads that have something left to cut; the load lane's alone, but for :meth:`landed`.
 
     :ivar caps: of what is on its way.
     """
 
     caps: PlannedCaps = field(default_factory=PlannedCaps)
-    _steps: list[PlannedLoads] = field(default_factory=list)
+    _steps: list[WorkerDrivenLoads] = field(default_factory=list)
     _flying: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __bool__(self) -> bool:
         return bool(self._steps)
 
-    def add(self, loads: PlannedLoads) -> None:
+    def add(self, loads: WorkerDrivenLoads) -> None:
         """A step was opened."""
         self._steps.append(loads)
 
@@ -314,16 +314,16 @@ class LoadLane:
         self._untold_since = 0.0
         self._told_few = False
         self._seconds_per_byte = 0.0
-        self._jobs: queue.SimpleQueue[CopyTask | PlannedLoads | bool] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[CopyTask | WorkerDrivenLoads | bool] = queue.SimpleQueue()
         self._waiting: list[CopyTask] = []
-        self.planned = PlannedQueue()
+        self.planned = WorkerDrivenQueue()
         self._closing = False
         self._interval = SAMPLE_S
         self._begun: tuple[Step, int] | None = None
         self._thread = OwnedThread("layerflow-load", self._run, lost=lost, restart_s=RESTART_S).start()
 
     @property
-    def has_few(self) -> bool:
+    def is_nearly_empty(self) -> bool:
         """Will it soon have nothing to do?"""
         some = itertools.islice(filter(_is_open, self._waiting), FEW_BATCHES + 1)
         return self._jobs.qsize() + sum(1 for _ in some) <= FEW_BATCHES
@@ -334,7 +334,7 @@ class LoadLane:
             _send(job)
         self._jobs.put(job)
 
-    def plan(self, loads: PlannedLoads) -> None:
+    def plan(self, loads: WorkerDrivenLoads) -> None:
         """Begin with a step whose places are known."""
         self._jobs.put(loads)
 
@@ -385,7 +385,7 @@ class LoadLane:
                 if isinstance(job, CopyTask):
                     self._waiting.append(job)
                     self._told_few = False
-                elif isinstance(job, PlannedLoads):
+                elif isinstance(job, WorkerDrivenLoads):
                     self.planned.add(job)
                 elif job is False:
                     self._closing = True
@@ -400,7 +400,7 @@ class LoadLane:
             for task in self.planned.take(self.caps):
                 _send(task)
                 waiting.append(task)
-        jobs = one_call(filter(_is_open, waiting), self.caps, one_layer=self.stagger.on)
+        jobs = take_coalescible(filter(_is_open, waiting), self.caps, one_layer=self.stagger.on)
         if jobs == waiting[: len(jobs)]:
             del waiting[: len(jobs)]
         else:
@@ -432,7 +432,7 @@ class LoadLane:
             return True
         # A server that has more to grant hears of it before this lane runs dry: once, then again behind its answer.
         first = self._waiting[0]
-        if self._told_few or first.report is None or first.step.all_granted or not self.has_few:
+        if self._told_few or first.report is None or first.step.all_granted or not self.is_nearly_empty:
             return False
         self._told_few = True
         return True

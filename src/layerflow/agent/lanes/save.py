@@ -19,7 +19,7 @@ from layerflow.agent.lanes.task import (
     explained,
     extents_of,
     joins,
-    one_call,
+    take_coalescible,
     together,
     trace,
 )
@@ -137,7 +137,7 @@ class SaveLane:
             else:
                 waiting.add(step)
         for step, computed in ready.items():
-            jobs = one_call(computed, CopyCaps(self.caps.blocks, min(self.caps.nbytes, TOLD_BYTES)))
+            jobs = take_coalescible(computed, CopyCaps(self.caps.blocks, min(self.caps.nbytes, TOLD_BYTES)))
             if step not in waiting or _is_worth_it(computed):
                 self._gated = [job for job in self._gated if job not in jobs]
                 return jobs

@@ -110,7 +110,7 @@ class CopyCaps(NamedTuple):
     nbytes: int = 64 << 20
 
 
-def one_call(jobs: Iterable[CopyTask], caps: CopyCaps, *, one_layer: bool = False) -> list[CopyTask]:
+def take_coalescible(jobs: Iterable[CopyTask], caps: CopyCaps, *, one_layer: bool = False) -> list[CopyTask]:
     """The first batch, and those behind it that can share its call.
 
     A batch that was granted under larger caps is a call of its own.
@@ -188,7 +188,7 @@ def _ranges(step: Step, copy: CoalescedCopy) -> tuple[Extents, Int64]:
     return joined(pieces), np.cumsum(counts, dtype=np.int64)
 
 
-class CopyFailed:
+class CopyError:
     """Why a copy failed; "" = it has not."""
 
     failure = ""
@@ -199,12 +199,12 @@ Lost = Callable[[BaseException], object]
 
 
 @contextlib.contextmanager
-def explained(job: CopyTask, lost: Lost) -> Iterator[CopyFailed]:
+def explained(job: CopyTask, lost: Lost) -> Iterator[CopyError]:
     """Turn what a copy raises into the batch's failure: it must never take the lane with it.
 
     :param lost: told where not even what was enqueued can be waited for.
     """
-    told = CopyFailed()
+    told = CopyError()
     batch = job.batch
     try:
         yield told

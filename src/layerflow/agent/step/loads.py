@@ -267,7 +267,7 @@ class LoadState:
 REPLACED = "replaced: another object has taken its place in the arena"
 
 
-class Residents:
+class ObjectGuard:
     """Any thread may ask.
 
     :param arena: that holds them, as it is mapped here.

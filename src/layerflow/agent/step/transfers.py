@@ -17,7 +17,7 @@ import structlog
 
 from layerflow.agent.descriptors import Numbered, PartDescriptor, number_blocks
 from layerflow.agent.step.in_flight import CoalescedCopy, InFlight
-from layerflow.agent.step.loads import REPLACED, LoadState, Residents
+from layerflow.agent.step.loads import REPLACED, LoadState, ObjectGuard
 from layerflow.device.base import Device, DeviceEvent
 from layerflow.observe.trace import Span
 from layerflow.ops.copier import NO_WORDS
@@ -29,7 +29,7 @@ from layerflow.wire.messages import Batch, Plan, PlanPart
 # Which engine blocks a step's saves have still to read, for engines that recycle blocks while saves are in flight.
 
 
-class SaveReads:
+class PendingReads:
     """The bytes that are still to be read of each block. Has its own lock: lanes, the link and the engine come here.
 
     Until the plan is there, every block of every part counts.
@@ -264,8 +264,8 @@ class StepTransfers:
         self.blocks: tuple[dict[int, BlockList | CoveredBlocks], dict[int, BlockList | CoveredBlocks]] = ({}, {})
         self.frontier = -1
         self.closed = False
-        self.reads = SaveReads(saves, groups, block_bytes)
-        self.residents: Residents | None = None
+        self.reads = PendingReads(saves, groups, block_bytes)
+        self.residents: ObjectGuard | None = None
         self.words = (NO_WORDS, NO_WORDS)
         self.saves_cancelled = ""
         self.saves_overdue = False
@@ -287,7 +287,7 @@ class StepTransfers:
     # -- the link: what the server has planned and granted ------------------------------------------
 
     def place(
-        self, residents: Residents, plans: Sequence[PlanPart], bind: Callable[[int, Numbered], BlockList]
+        self, residents: ObjectGuard, plans: Sequence[PlanPart], bind: Callable[[int, Numbered], BlockList]
     ) -> dict[int, Numbered]:
         """The places of all loads are known: number the blocks. Call before it is an open step.
 

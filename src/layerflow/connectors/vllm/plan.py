@@ -26,7 +26,7 @@ Tables = Sequence[Sequence[int]]
 """Block ids of a request, per layerflow group."""
 
 
-class PlannedSaves:
+class LazySaves:
     """Outlined when the parts are first asked for: behind a short forward pass, and not while it is scheduled.
 
     Pickled, they are outlined: a worker in another process gets them as they would be here.
@@ -76,12 +76,12 @@ class PlannedSaves:
         )
 
 
-NO_SAVES = PlannedSaves()
+NO_SAVES = LazySaves()
 
 
-def _outlined(parts: Sequence[PartDescriptor]) -> PlannedSaves:
+def _outlined(parts: Sequence[PartDescriptor]) -> LazySaves:
     tables = [[[]] * part.group + [part.table.tolist()] for part in parts]
-    return PlannedSaves(tuple({part.request: None for part in parts}), tables, lambda: parts)
+    return LazySaves(tuple({part.request: None for part in parts}), tables, lambda: parts)
 
 
 # Which steps' saves may be published: those whose forward pass surely computed on loaded bytes that had arrived.
@@ -122,7 +122,7 @@ class RanPlans:
         return every
 
 
-class Verdicts:
+class SaveApprovals:
     """The scheduler's side; plans come in order, and so do the outputs of their steps."""
 
     def __init__(self) -> None:
@@ -239,7 +239,7 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
     :param work: new tokens and their context, see :func:`layerflow.agent.costs.work_of`.
     :param unsure: the forward pass may compute on a load that has failed: the saves wait for a verdict.
     :param unkept: loads that vLLM was promised, by request, and that this plan has not: they have failed.
-    :param verdicts: on earlier plans that were unsure; see :class:`Verdicts`.
+    :param verdicts: on earlier plans that were unsure; see :class:`SaveApprovals`.
     """
 
     step: int = 0
@@ -252,7 +252,7 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
     rewritten: bool = False
     aborted: tuple[str, ...] = ()
     promised: bool = False
-    saves: PlannedSaves = NO_SAVES
+    saves: LazySaves = NO_SAVES
     fresh: tuple[tuple[int, ...], ...] = ()
     prepared: tuple[int, ...] = ()
     leaving: tuple[str, ...] = ()

@@ -19,9 +19,9 @@ from layerflow.hosts.memcache.client import (
     H2G,
     WRONG_STATE,
     AddressRange,
+    HeaderBuffer,
     MemcacheClient,
     ObjectInfo,
-    Scratch,
     explain,
     leasing,
     reaches_all,
@@ -61,7 +61,7 @@ class MemcacheReader(StoreReader):
         super().__init__(calls, meta)
         self._calls, self._slack = calls, slack
         self._open: dict[tuple[bytes, int], OpenRead] = {}  # by key and place in the arena: jobs share nothing
-        self.scratch: Scratch | None = None
+        self.scratch: HeaderBuffer | None = None
 
     def _lease(self, places: Sequence[ObjectLocation], generation: int) -> list[ObjectResult]:
         """Two calls to the MetaService, whatever the number of objects; up to three more after lost races."""
@@ -168,12 +168,12 @@ _MANY = 4096
 
 
 @dataclass(slots=True)
-class _Sighting:
+class _FirstSeen:
     info: ObjectInfo
     since: float
 
 
-class AbandonedRooms:
+class StaleAllocations:
     """Remembers what was seen unfinished, and removes what has been so for longer than any writer may take.
 
     :param after_s: longer than a write's lease: its owner, if it lives, has stopped by then.
@@ -181,7 +181,7 @@ class AbandonedRooms:
 
     def __init__(self, calls: MemcacheClient, after_s: float) -> None:
         self._calls, self._after_s = calls, after_s
-        self._seen: dict[str, _Sighting] = {}
+        self._seen: dict[str, _FirstSeen] = {}
 
     def look(self, there: Mapping[str, ObjectInfo]) -> set[str]:
         """What of these was removed just now.
@@ -199,7 +199,7 @@ class AbandonedRooms:
             if info.nbytes:
                 self._seen.pop(name, None)
             elif sight is None or sight.info != there[name]:
-                self._seen[name] = _Sighting(there[name], now)
+                self._seen[name] = _FirstSeen(there[name], now)
             elif now - sight.since > self._after_s:
                 over.append(name)
                 del self._seen[name]
@@ -238,10 +238,10 @@ class MemcacheWriter(StoreWriter):
     def __init__(self, calls: MemcacheClient, meta: Service) -> None:
         super().__init__(calls, meta)
         self._calls = calls
-        self._abandoned = AbandonedRooms(calls, ABANDONED_S)
+        self._abandoned = StaleAllocations(calls, ABANDONED_S)
         self._claimed: set[bytes] = set()  # allocated by earlier attempts of this call, but not addressed yet
         self.number = 0
-        self.scratch: Scratch | None = None
+        self.scratch: HeaderBuffer | None = None
 
     def open(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
         """See :meth:`StoreWriter.open`."""
@@ -430,8 +430,8 @@ class Memcache(SharedStore[MemcacheClient, MemcacheReader, MemcacheWriter]):
         self._start_over()
         client = connect(self._options, self._service)
         self._use(client.store, arena)
-        self._reader.scratch = Scratch(self._calls)
-        self._writer.scratch = Scratch(self._calls)
+        self._reader.scratch = HeaderBuffer(self._calls)
+        self._writer.scratch = HeaderBuffer(self._calls)
         self._writer.number = client.number
         return BackendInfo(
             {

@@ -461,7 +461,7 @@ class MemcacheClient(ClientHandle):
 SLOTS = 1024
 
 
-class Scratch:
+class HeaderBuffer:
     """Room for :data:`SLOTS` headers, and one header of zeros. One thread's.
 
     :raises Unusable: the transport refuses the memory.
@@ -494,7 +494,7 @@ OBJECTS = 16
 LEASE_MS = 2000
 
 
-def reaches_all(calls: MemcacheClient, scratch: Scratch) -> bool:
+def reaches_all(calls: MemcacheClient, scratch: HeaderBuffer) -> bool:
     """Write a few bytes wherever the MetaService allocates; nothing of it becomes visible.
 
     :raises Unreachable: the MetaService does not answer.

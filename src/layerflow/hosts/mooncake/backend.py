@@ -253,7 +253,7 @@ class MooncakeWriter(StoreWriter):
 _MANY = 4096
 
 
-class Condemned:
+class PendingRemovals:
     """Keys to be removed. Any thread.
 
     :param calls: of the client.
@@ -319,7 +319,7 @@ class Mooncake(SharedStore[MooncakeClient, MooncakeReader, MooncakeWriter]):
             writer=MooncakeWriter(calls, master),
             counted=_COUNTED,
         )
-        self._condemned = Condemned(self._calls)
+        self._condemned = PendingRemovals(self._calls)
         self._warming: Warming | None = None
 
     def attach(self, arena: SharedMemory, gone: Callable[[Sequence[bytes]], None]) -> BackendInfo:

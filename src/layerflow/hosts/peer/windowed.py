@@ -51,10 +51,10 @@ from layerflow.wire.peer_link import (
     unpack_window,
 )
 
-__all__ = ["DataPlane", "Hanging", "LinkFailed", "PlaneRead", "Unusable", "Window"]
+__all__ = ["LinkFailed", "PlaneRead", "ReadTimedOut", "TransferLibrary", "Unusable", "Window"]
 
 
-class Hanging(LinkFailed):
+class ReadTimedOut(LinkFailed):
     """A read has not ended in time. The library cannot take it back: its window must not be used again."""
 
 
@@ -80,7 +80,7 @@ class PlaneRead(abc.ABC):
         """
 
 
-class DataPlane(abc.ABC):
+class TransferLibrary(abc.ABC):
     """One library, registered with one window. Made in a host process; making it may take a second.
 
     :param window: all that is registered.
@@ -148,7 +148,7 @@ class WindowLender(Lender):
     :param plane: of that window; made here.
     """
 
-    def __init__(self, arena: SharedMemory, host: str, plane: type[DataPlane]) -> None:
+    def __init__(self, arena: SharedMemory, host: str, plane: type[TransferLibrary]) -> None:
         self.arena = arena
         self.window = Window(SECTIONS * TURNS * TURN_BYTES)
         self._plane = plane(self.window, host)
@@ -156,7 +156,7 @@ class WindowLender(Lender):
         self._lock = threading.Condition()
         self._free = list(range(SECTIONS))[::-1]
         self._busy_until = 0.0
-        if plane.serve is not DataPlane.serve:
+        if plane.serve is not TransferLibrary.serve:
             OwnedThread("layerflow-plane", self._serve, restart_s=RESTART_S).start()
 
     def open(self, incarnation: bytes) -> LentLink:
@@ -229,7 +229,7 @@ MAX_HANGING = 8
 """Windows that reads which hang may still write: then the process ends, which ends them."""
 HUNG = 1
 """Its exit code."""
-_hanging: list[DataPlane] = []
+_hanging: list[TransferLibrary] = []
 
 
 class _Part(NamedTuple):
@@ -256,7 +256,7 @@ class WindowedLink(PeerLink):
     :raises Unusable: the library does not work here.
     """
 
-    def __init__(self, arena: SharedMemory, origin: Origin, until: float, plane: type[DataPlane]) -> None:
+    def __init__(self, arena: SharedMemory, origin: Origin, until: float, plane: type[TransferLibrary]) -> None:
         self._arena = arena
         self._filled = 0
         self._socket = greeted(origin.address, origin.reader, origin.reader_key, until)
@@ -284,7 +284,7 @@ class WindowedLink(PeerLink):
         turns = list(_turns_of(places, lo, hi, self._turn_bytes - STAMP.size))
         try:
             self._move(origin, places, turns, statuses, until)
-        except Hanging:
+        except ReadTimedOut:
             _hanging.append(self._plane)
             if len(_hanging) > MAX_HANGING:
                 os._exit(HUNG)
@@ -327,7 +327,7 @@ class WindowedLink(PeerLink):
                     finish()
             while pending:
                 finish()
-        except Hanging:
+        except ReadTimedOut:
             raise
         except BaseException:
             self._end(pending)
@@ -343,7 +343,7 @@ class WindowedLink(PeerLink):
             if each.reading is not None:
                 try:
                     each.reading.wait(until)
-                except Hanging:
+                except ReadTimedOut:
                     raise
                 except LinkFailed:
                     continue

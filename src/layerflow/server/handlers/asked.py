@@ -26,7 +26,7 @@ class Replaced(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class LookupRequest:
     """A checked lookup of a client."""
 
     message: wire.Lookup
@@ -70,13 +70,13 @@ def kept_bytes(message: wire.Lookup) -> int:
     return len(message.digests) + len(message.block_digests) + sum(map(len, texts))
 
 
-async def read_lookup(spec: ModelSpec, message: wire.Lookup) -> Asked:
+async def read_lookup(spec: ModelSpec, message: wire.Lookup) -> LookupRequest:
     """What a lookup that is checked asks for. What waits keeps its message alone, and is read again."""
     digests = await in_slices(codec.split_in_slices(message.digests, f"request {message.request!r}"))
-    return Asked(message, digests, _blocks_of(message, spec))
+    return LookupRequest(message, digests, _blocks_of(message, spec))
 
 
-def search_prompt(view: LookupSource, spec: ModelSpec, asked: Asked) -> Slices[HitLength]:
+def search_prompt(view: LookupSource, spec: ModelSpec, asked: LookupRequest) -> Slices[HitLength]:
     """The longest hit of a lookup in `view`."""
     message = asked.message
     return search_hit(view, spec, message.root, asked.digests, message.tokens, own=message.tail, blocks=asked.blocks)

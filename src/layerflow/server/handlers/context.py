@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from layerflow.config.settings import PdSettings, ServerSettings
-from layerflow.observe.logs import LogLimit
+from layerflow.observe.logs import LogRateLimiter
 from layerflow.observe.metrics import Metrics
 from layerflow.observe.slow_steps import SlowSteps
 from layerflow.pool.base import Pool
@@ -15,7 +15,7 @@ from layerflow.server.clients import ClientSession, Sessions
 from layerflow.server.driver import Driver
 from layerflow.server.handoffs.registry import Handoffs
 from layerflow.server.mailboxes import Mailboxes
-from layerflow.server.plans import Plans
+from layerflow.server.plans import PinnedHits
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import Message
 
@@ -40,7 +40,7 @@ class ServerContext:
     """
 
     pool: Pool
-    plans: Plans
+    plans: PinnedHits
     incarnation: int
     driver: Driver
     sessions: Sessions
@@ -55,7 +55,7 @@ class ServerContext:
     pd: Callable[[], PdSettings]
     lease_s: Callable[[], float]
     mailboxes: Mailboxes
-    log_limit: LogLimit = field(default_factory=LogLimit)
+    log_limit: LogRateLimiter = field(default_factory=LogRateLimiter)
     tier: Sources | None = None
     peers: Peers | None = None
     direct: bool = False

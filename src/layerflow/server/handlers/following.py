@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from layerflow.hits import HitLength
 from layerflow.keys import covered_by
 from layerflow.pool.base import Pool
-from layerflow.server.handlers.asked import Asked, kept_bytes, search_prompt, unreplaced, waiting
+from layerflow.server.handlers.asked import LookupRequest, kept_bytes, search_prompt, unreplaced, waiting
 from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handoffs.handoff import Handoff, HandoffStatus, model_mismatch
 from layerflow.server.mailboxes import in_slices
@@ -87,7 +87,7 @@ def _can_follow(spec: ModelSpec, handoff: Handoff) -> bool:
     return handoff.parts_kept.issuperset(parts)
 
 
-async def follow_saves(context: ServerContext, session: ClientSession, asked: Asked) -> LookupView | None:
+async def follow_saves(context: ServerContext, session: ClientSession, asked: LookupRequest) -> LookupView | None:
     """What a lookup may wait for that other engines are storing; None = waiting is not quicker than computing.
 
     Computing so many tokens of a prompt takes at least their share of what the prompt takes, which its engine has told.

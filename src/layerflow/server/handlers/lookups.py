@@ -14,7 +14,7 @@ from layerflow.pool.base import Owner
 from layerflow.server.account import Refused
 from layerflow.server.clients import ClientSession
 from layerflow.server.handlers.asked import (
-    Asked,
+    LookupRequest,
     Replaced,
     check_leases,
     check_lookup,
@@ -108,7 +108,7 @@ class Lookups:
             search = functools.partial(search_prompt, view_of_handoff(context.pool, handoff), spec, asked)
             await self._find(session, asked, time.monotonic(), search, following=True)
 
-    async def _look(self, session: ClientSession, asked: Asked, reason: str = "") -> None:
+    async def _look(self, session: ClientSession, asked: LookupRequest, reason: str = "") -> None:
         """Answer with what is stored.
 
         :param reason: why the hand-off that was asked for is not followed.
@@ -164,7 +164,7 @@ class Lookups:
     async def _reach(
         self,
         session: ClientSession,
-        asked: Asked,
+        asked: LookupRequest,
         found: frozenset[bytes],
         heard: float,
         *,
@@ -226,7 +226,7 @@ class Lookups:
     async def _find(
         self,
         session: ClientSession,
-        asked: Asked,
+        asked: LookupRequest,
         heard: float,
         search: Callable[[], Slices[HitLength]],
         *,
@@ -252,7 +252,9 @@ class Lookups:
             pool.hand_over(owner, lease_owner(session.engine, message.request), until)
         self._found(session, message, hit, heard, plan=plan, places=places, following=following, reason=reason)
 
-    async def _lease(self, session: ClientSession, asked: Asked, hit: HitLength, owner: Owner, until: float) -> bytes:
+    async def _lease(
+        self, session: ClientSession, asked: LookupRequest, hit: HitLength, owner: Owner, until: float
+    ) -> bytes:
         """Pin what is here of a hit; the places of its objects, empty where no load of it could do with those alone.
 
         :param owner: has the pins, until `until` (monotonic seconds).

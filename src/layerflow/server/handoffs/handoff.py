@@ -236,7 +236,7 @@ def model_mismatch(mine: ModelSpec, theirs: ModelSpec) -> str:
     return f"{found[0]}: {found[1]} here, {found[2]} there" if found is not None else ""
 
 
-class Taken(NamedTuple):
+class Reserved(NamedTuple):
     """Keys of a hand-off's objects.
 
     :param pending: those that are not stored yet. :param promised: those of them with room that is reserved here.
@@ -248,7 +248,7 @@ class Taken(NamedTuple):
     foreign: set[bytes]
 
 
-def take(pool: Pool, owner: Owner, objects: Mapping[bytes, NewObject]) -> Taken | None:
+def take(pool: Pool, owner: Owner, objects: Mapping[bytes, NewObject]) -> Reserved | None:
     """Pin what is stored of these and reserve room for what nobody writes. None: there is no room, nothing is taken."""
     places = pool.acquire(list(objects), owner, math.inf)
     missing = [new for new, place in zip(objects.values(), places, strict=True) if place is None]
@@ -260,7 +260,7 @@ def take(pool: Pool, owner: Owner, objects: Mapping[bytes, NewObject]) -> Taken 
     pending = {new.key for new in missing}
     reserved = zip(missing, room, strict=True)
     promised = {new.key for new, place in reserved if place.outcome is ReserveStatus.RESERVED}
-    return Taken(pending, promised, {key for key in pending - promised if not _is_told(pool, key)})
+    return Reserved(pending, promised, {key for key in pending - promised if not _is_told(pool, key)})
 
 
 def _is_told(pool: Pool, key: bytes) -> bool:

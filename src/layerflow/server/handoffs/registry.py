@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import structlog
 
 from layerflow.expiring import ExpiringSet, ExpiryHeap
-from layerflow.observe.logs import LogLimit
+from layerflow.observe.logs import LogRateLimiter
 from layerflow.pool.base import NewObject, Owner, Pool
 from layerflow.pool.chunk_index import ChunkIndex
 from layerflow.server.account import Charge
@@ -106,7 +106,7 @@ class Handoffs:
         self._waiting: dict[bytes, list[Handoff]] = {}
         self._kept = KeptObjects()
         self._kept_open = KeptObjects()  # of those that are not complete: nothing takes these back
-        self._log_limit = LogLimit()
+        self._log_limit = LogRateLimiter()
         # An abort may be quicker than a prefiller's scheduler: names of hand-offs that were released before `open`.
         self._released_early: ExpiringSet[str] = ExpiringSet(REMEMBERED)
         self._counts: Counter[str] = Counter()

@@ -28,7 +28,7 @@ from layerflow.keys import DIGEST_BYTES, covered_by
 from layerflow.links import links
 from layerflow.lives import Life
 from layerflow.objects import HEADER_BYTES, object_bytes, payload_bytes
-from layerflow.observe.logs import LogLimit
+from layerflow.observe.logs import LogRateLimiter
 from layerflow.pool.base import Located, Owner, Pool
 from layerflow.server.account import Refused
 from layerflow.server.clients import Address, Reader, Sessions
@@ -394,7 +394,7 @@ class Exporting:
         self._changed()
 
 
-class OwnSizes:
+class LocalPartitions:
     """In which partitions workers store here: told to readers.
 
     :param tell: every reader that is here.
@@ -452,7 +452,7 @@ class Lending:
         self._arena_bytes = arena[1]
         self.incarnation = secrets.token_bytes(wire.INCARNATION_BYTES)
         self._handoffs, self._sessions = handoffs, sessions
-        self._sizes = OwnSizes(self._tell_all)
+        self._sizes = LocalPartitions(self._tell_all)
         self._open = OpenObjects(
             follows,
             models,
@@ -462,7 +462,7 @@ class Lending:
         )
         self._leases: dict[int, Lease] = {}  #: those that are lent, and those withdrawn
         self._ends: ExpiryHeap[Lease] = ExpiryHeap()  #: of those that are lent
-        self._log_limit = LogLimit()
+        self._log_limit = LogRateLimiter()
         self._numbers = ascending()
         self._lent_bytes = 0
         self.lent_objects = self.refused_objects = self.expired_leases = 0

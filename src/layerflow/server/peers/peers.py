@@ -153,7 +153,7 @@ class Peers:
         if self.lending is not None:
             self.lending.expire(now)
 
-    def look_after(self) -> None:
+    def check_liveness(self) -> None:
         """Now and then: forget learned servers that nobody needs."""
         now = time.monotonic()
         if self.source is not None:

@@ -98,7 +98,7 @@ class ModelCompatibility:
             log.warning("peer_differs", peer=peer.target.name, model=spec.name, difference=message.difference)
 
 
-class PeerSizes:
+class RemotePartitions:
     """In which partitions peers store: told to the pool, whose lookups count what covers an object."""
 
     def __init__(self, pool: Pool) -> None:
@@ -302,7 +302,7 @@ class PeerSource:
         self.questions = PeerQuestions(self.offers, incoming.numbers)
         self.releases = PeerReleases()
         self.compatibility = ModelCompatibility(models, incoming.numbers)
-        self.partitions = PeerSizes(pool)
+        self.partitions = RemotePartitions(pool)
         self._parts = parts
         self.on_change: Callable[[Attachment | None], None] = lambda _: None  #: told when what can be read changes
         self.waits_for: Callable[[Attachment], bool] = lambda _: False  #: does a lookup wait for this peer?
@@ -401,7 +401,7 @@ class PeerSource:
         self.dear_objects += len(found)
         return found
 
-    def forgo(self, keys: Sequence[bytes]) -> None:
+    def decline(self, keys: Sequence[bytes]) -> None:
         """These are had from elsewhere."""
         self.offers.withdraw(keys)
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import structlog
 
-from layerflow.observe.logs import LogLimit
+from layerflow.observe.logs import LogRateLimiter
 from layerflow.system.descriptors import FOR_WORKERS, leaves
 from layerflow.system.unix_sockets import listen_privately, peer_pidfd, peer_user, peer_user_is_own
 from layerflow.wire.messages import QUIET, WANT_ARENA
@@ -90,7 +90,7 @@ class FdServer:
         self._listener: socket.socket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sweep_timer: asyncio.TimerHandle | None = None
-        self._log_limit = LogLimit()
+        self._log_limit = LogRateLimiter()
 
     def start(self) -> None:
         """Bind with owner-only permissions and begin accepting.

@@ -385,7 +385,7 @@ class Decoding:
         if handoff.query is not None and not handoff.servers:
             self._release_once_found(handoff.part, handoff.query)
 
-    def forsake(self, part: DecodePart) -> None:
+    def decline(self, part: DecodePart) -> None:
         """A hand-off that this engine was told of and has no use for."""
         self._lookups.release_handoff(part.handoff, _keepers(part))
         if part.bootstrap:

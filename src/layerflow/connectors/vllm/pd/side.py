@@ -22,12 +22,12 @@ from layerflow.connectors.vllm.pd.conventions.parts import (
     KEY,
     PLAIN,
     DecodePart,
+    NoHandoff,
     Part,
-    PlainPart,
     PrefillPart,
     RefusedPart,
+    RequestParams,
     Sizes,
-    Words,
 )
 from layerflow.connectors.vllm.pd.conventions.reading import part_of
 from layerflow.connectors.vllm.pd.decoding import DecodeHandoff, DecodeStatus, Decoding, summary_of
@@ -258,7 +258,7 @@ class HandoffSide:
             return PLAIN
         if not params or not (params.get("do_remote_decode") or params.get("do_remote_prefill")):
             return PLAIN
-        words = Words(
+        words = RequestParams(
             params,
             None,
             str(request.request_id),
@@ -269,7 +269,7 @@ class HandoffSide:
             self.options.prefill_servers,
         )
         part = part_of(words, speaks=self._speaks, producer=self._producer, consumer=self._consumer)
-        if isinstance(part, PlainPart) and part.reason:
+        if isinstance(part, NoHandoff) and part.reason:
             log.warning("handoff_not_followed", request=request.request_id, reason=part.reason)
         if isinstance(part, PrefillPart) and self._truncates:
             _truncate(request, params)
@@ -285,14 +285,14 @@ class HandoffSide:
             if tracked.may_load:
                 tracked.handoff = self._decoding.begin(part, tracked.id)
             else:
-                self._decoding.forsake(part)
+                self._decoding.decline(part)
         elif isinstance(part, RefusedPart):
             tracked.handoff = part
 
     def without_keys(self, part: Part) -> None:
         """It has none: nothing of it is handed over, to it or by it."""
         if isinstance(part, DecodePart) and self._decoding is not None:
-            self._decoding.forsake(part)
+            self._decoding.decline(part)
 
     def seeks(self, tracked: TrackedRequest) -> bool:
         """Is it not known yet where its hand-off is?"""

@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
 from layerflow.agent.descriptors import ObjectDescriptor, PartDescriptor
 from layerflow.connectors.vllm.plan import ChunkKey
-from layerflow.connectors.vllm.scheduler.requests import Tracked
+from layerflow.connectors.vllm.scheduler.requests import RequestState
 from layerflow.keys import covered_by
 from layerflow.spec import ModelSpec
 
@@ -68,7 +68,7 @@ class ChunkEvents:
             len({covered_by(group, shard) for shard in spec.shard.peers()}) for group in range(len(spec.groups))
         ]
 
-    def planned(self, parts: Iterable[PartDescriptor], requests: Mapping[str, Tracked]) -> None:
+    def planned(self, parts: Iterable[PartDescriptor], requests: Mapping[str, RequestState]) -> None:
         """A step saves these parts."""
         assert self._spec is not None
         now = time.monotonic()
@@ -106,7 +106,7 @@ class ChunkEvents:
         taken, self._news = self._news, []
         return taken
 
-    def _chunk(self, part: PartDescriptor, piece: ObjectDescriptor, tracked: Tracked) -> _Pending:
+    def _chunk(self, part: PartDescriptor, piece: ObjectDescriptor, tracked: RequestState) -> _Pending:
         assert self._spec is not None
         size, vllm_group = self._spec.chunk_tokens, self._vllm_groups[part.group]
         number = piece.blocks.start * self._spec.groups[part.group].block_size // size

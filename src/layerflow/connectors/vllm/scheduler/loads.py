@@ -13,7 +13,7 @@ import numpy as np
 from layerflow.agent.descriptors import ObjectDescriptor, PartDescriptor, describe_loads, with_more
 from layerflow.agent.values import Hit, StepRequest
 from layerflow.connectors.vllm.plan import LOST_AFTER, Asking, StepPlan, WorkerLayout, WorkerReport
-from layerflow.connectors.vllm.scheduler.requests import Tracked
+from layerflow.connectors.vllm.scheduler.requests import RequestState
 from layerflow.errors import SpecError
 from layerflow.spec import GroupSpec, ModelSpec
 
@@ -26,7 +26,7 @@ ends with, and what the step writes; what is guessed ahead is not in it."""
 
 
 @dataclass(slots=True)
-class Arrival:
+class PendingLoad:
     """A load of a step whose output has not come.
 
     :param number: of the plan.
@@ -59,7 +59,7 @@ class StepLoads:
         self._groups: tuple[GroupSpec, ...] = ()
         self._workers = 0
         self._asking: dict[int, tuple[Asking, ...]] = {}
-        self._arrivals: dict[str, list[Arrival]] = {}
+        self._arrivals: dict[str, list[PendingLoad]] = {}
         self._dropped: set[str] = set()
 
     @property
@@ -130,12 +130,12 @@ class StepLoads:
         others = sum(-(-tokens // group.block_size) for group in self._groups if not group.rules.exact)
         return self._free_blocks() >= others + states * (STATE_BLOCKS + self._ahead)
 
-    def planned(self, number: int, tracked: Tracked) -> None:
+    def planned(self, number: int, tracked: RequestState) -> None:
         """The plan of this number loads the request in its step."""
         assert tracked.load is not None
-        self._arrivals.setdefault(tracked.id, []).append(Arrival(number, tracked.load[0], tracked.tables))
+        self._arrivals.setdefault(tracked.id, []).append(PendingLoad(number, tracked.load[0], tracked.tables))
 
-    def failed(self, output: Any) -> dict[str, Sequence[Arrival]]:
+    def failed(self, output: Any) -> dict[str, Sequence[PendingLoad]]:
         """By request whose load in the step has failed: all its loads under way.
 
         :param output: vLLM's KVConnectorOutput, of all ranks; None = nothing was told.
@@ -182,7 +182,7 @@ def rewritten_blocks(output: Any) -> set[int]:
     return blocks.union(copy.dst_block_id for copy in getattr(output, "kv_cache_block_copies", None) or ())
 
 
-def are_rewritten(spec: ModelSpec, output: Any, loading: Sequence[Tracked]) -> bool:
+def are_rewritten(spec: ModelSpec, output: Any, loading: Sequence[RequestState]) -> bool:
     """Does vLLM write to blocks of these loads while it prepares the step: zero them, copy into them?
 
     :param output: vLLM's SchedulerOutput.
@@ -197,7 +197,7 @@ def are_rewritten(spec: ModelSpec, output: Any, loading: Sequence[Tracked]) -> b
 
 def plan_load(
     spec: ModelSpec,
-    tracked: Tracked,
+    tracked: RequestState,
     tables: Sequence[np.ndarray],
     tokens: int,
     *,

@@ -18,7 +18,7 @@ from typing import Any
 
 import structlog
 
-from layerflow.connectors.vllm.scheduler.loads import Arrival
+from layerflow.connectors.vllm.scheduler.loads import PendingLoad
 from layerflow.connectors.vllm.versions import release
 
 KNOWN = ((0, 32), (0, 33))
@@ -51,7 +51,7 @@ def install(vllm_version: str, scheduler: type[Any], connector: type[Any]) -> bo
             for own in _own(self.connector, connector):
                 failed = own.failed_in_step(model_runner_output.kv_connector_output)
                 if failed:
-                    take_back(self, failed)
+                    preempt_dependents(self, failed)
             return original(self, scheduler_output, model_runner_output)
 
         update_from_output.recovers = True  # type: ignore[attr-defined]
@@ -59,7 +59,7 @@ def install(vllm_version: str, scheduler: type[Any], connector: type[Any]) -> bo
     return True
 
 
-def take_back(scheduler: Any, failed: Mapping[str, Sequence[Arrival]]) -> set[str]:
+def preempt_dependents(scheduler: Any, failed: Mapping[str, Sequence[PendingLoad]]) -> set[str]:
     """Preempt every request that has computed, or is to go on, on a load that failed.
 
     :param scheduler: vLLM's, before it looks at the step's output.

@@ -13,7 +13,7 @@ from layerflow.keys import Chain
 
 
 @dataclass(slots=True)
-class Tracked:
+class RequestState:
     """One request.
 
     :param request: vLLM's Request.
@@ -66,16 +66,16 @@ class Tracked:
     @property
     def may_hold_lease(self) -> bool:
         """A lookup was asked that has found something, or may yet."""
-        return self.left_lease or self.asked_well
+        return self.left_lease or self.may_have_hit
 
     @property
-    def asked_well(self) -> bool:
+    def may_have_hit(self) -> bool:
         """The last lookup has found something, or may yet."""
         return self.inquiry is not None and (self.inquiry.hit is None or self.inquiry.hit.tokens > 0)
 
-    def ask_anew(self) -> None:
+    def restart_lookup(self) -> None:
         """The last answer is not used; its lease may still be held. The next lookup is for all known tokens."""
-        self.left_lease |= self.asked_well
+        self.left_lease |= self.may_have_hit
         self.inquiry = None
         self.know_tokens()
 
@@ -108,7 +108,7 @@ class Tracked:
         return {"layerflow": told}
 
 
-def wishes(params: dict[str, Any] | None) -> tuple[bool, bool]:
+def load_save_flags(params: dict[str, Any] | None) -> tuple[bool, bool]:
     """May a request load and save? ``kv_transfer_params = {"layerflow": {"load": false, "save": false}}`` says no."""
     own = params.get("layerflow") if isinstance(params, dict) else None
     if not isinstance(own, dict):

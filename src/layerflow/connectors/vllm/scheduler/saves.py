@@ -15,15 +15,15 @@ from layerflow.agent.values import StepRequest
 from layerflow.connectors.vllm.guard import attempt
 from layerflow.connectors.vllm.options import Options
 from layerflow.connectors.vllm.pd.prefilling import PrefillHandoff
-from layerflow.connectors.vllm.plan import PlannedSaves, Tables
+from layerflow.connectors.vllm.plan import LazySaves, Tables
 from layerflow.connectors.vllm.scheduler.loads import rewritten_blocks
-from layerflow.connectors.vllm.scheduler.requests import Tracked
+from layerflow.connectors.vllm.scheduler.requests import RequestState
 from layerflow.spec import ModelSpec
 
 if TYPE_CHECKING:
     from layerflow.connectors.vllm.plan import StepPlan
 
-Asked = tuple[StepRequest, Tables, bool]
+LookupRequest = tuple[StepRequest, Tables, bool]
 """What a request saves, still without its block tables; these; and whether draft layers are part of it."""
 
 NULL_BLOCK = 0
@@ -41,7 +41,7 @@ class SavePlanner:
         self._vllm_groups = tuple(vllm_groups)
         self._options = options
         self._states = [number for number, group in enumerate(spec.groups) if group.rules.exact]
-        self._open: dict[str, Tracked] = {}
+        self._open: dict[str, RequestState] = {}
         self._reading: dict[
             str, list[int]
         ] = {}  #: by request: its last plan that saves, and ranks that are done with it
@@ -75,22 +75,22 @@ class SavePlanner:
         if known[1] >= of:
             del self._reading[request]
 
-    def open(self, tracked: Tracked) -> None:
+    def open(self, tracked: RequestState) -> None:
         """A request whose tokens are to be saved."""
         if tracked.may_save and not tracked.outdated:
             self._open[tracked.id] = tracked
 
-    def close(self, tracked: Tracked) -> None:
+    def close(self, tracked: RequestState) -> None:
         """It is over."""
         self._open.pop(tracked.id, None)
 
-    def know(self, tracked: Tracked) -> None:
+    def know(self, tracked: RequestState) -> None:
         """A lookup's hit is stored already."""
         hit, chunk = tracked.hit, self.spec.chunk_tokens
         held = hit.stored(chunk)
         tracked.saved = max(tracked.saved, held if held >= len(tracked.chain) else held // chunk * chunk)
 
-    def again(self, requests: Iterable[Tracked]) -> None:
+    def again(self, requests: Iterable[RequestState]) -> None:
         """Loads of the last step have failed, and its saves were given up: save what is recomputed."""
         for tracked in requests:
             tracked.saved = 0
@@ -100,7 +100,7 @@ class SavePlanner:
         """Block ids per layerflow group, int64; -1 = no block."""
         return _signed(self._of_groups(block_ids))
 
-    def fresh(self, output: Any, loading: Sequence[Tracked]) -> tuple[tuple[int, ...], ...]:
+    def fresh(self, output: Any, loading: Sequence[RequestState]) -> tuple[tuple[int, ...], ...]:
         """Blocks that the step, or a load that starts with it, overwrites, per layerflow group: the same for each.
 
         A save that still reads one of them is too late: vLLM recycles blocks of running requests too (sliding
@@ -135,7 +135,7 @@ class SavePlanner:
         """Put the step's saves into its plan."""
         if not self._open:
             return
-        asked: list[Asked] = []
+        asked: list[LookupRequest] = []
         tables = _Tables(output)
         for request in [request for request in self._open if request in output.num_scheduled_tokens]:
             tracked = self._open[request]
@@ -160,13 +160,13 @@ class SavePlanner:
         requests = [request for request, *_ in asked]
         names = [request.request for request in requests]
         self._reading.update({name: [number, 0] for name in names})
-        plan.saves = PlannedSaves(names, [held for _, held, _ in asked], functools.partial(self._outline, asked))
+        plan.saves = LazySaves(names, [held for _, held, _ in asked], functools.partial(self._outline, asked))
         plan.work = work_of(requests)
 
-    def _more(self, asked: list[Asked], tracked: Tracked, upto: int, output: Any) -> None:
+    def _more(self, asked: list[LookupRequest], tracked: RequestState, upto: int, output: Any) -> None:
         asked += self._ask_states(tracked, upto, output) if self._states else self._ask(tracked, upto)
 
-    def _outline(self, asked: Sequence[Asked]) -> list[PartDescriptor]:
+    def _outline(self, asked: Sequence[LookupRequest]) -> list[PartDescriptor]:
         outlined: list[PartDescriptor] = []
         try:
             outlined = self._parts(asked)
@@ -175,7 +175,7 @@ class SavePlanner:
                 attempt(lambda one=one: outlined.extend(self._parts([one])), "build_connector_meta")  # type: ignore[misc]
         return outlined
 
-    def _parts(self, asked: Sequence[Asked]) -> list[PartDescriptor]:
+    def _parts(self, asked: Sequence[LookupRequest]) -> list[PartDescriptor]:
         parts: list[PartDescriptor] = []
         for request, held, drafted in asked:
             whole = dataclasses.replace(request, blocks=_signed(held))
@@ -183,7 +183,7 @@ class SavePlanner:
             parts += describe_saves(self.spec if drafted else self.spec.own, [whole], self._options.save_partial)
         return parts
 
-    def _ask(self, tracked: Tracked, upto: int) -> list[Asked]:
+    def _ask(self, tracked: RequestState, upto: int) -> list[LookupRequest]:
         chunk = self.spec.chunk_tokens
         whole = upto == tracked.request.num_prompt_tokens and self._options.save_partial
         if upto // chunk == tracked.saved // chunk and not (whole and upto % chunk):
@@ -194,7 +194,7 @@ class SavePlanner:
         tracked.saved = upto if whole else upto // chunk * chunk
         return [asked]
 
-    def _ask_states(self, tracked: Tracked, upto: int, output: Any) -> list[Asked]:
+    def _ask_states(self, tracked: RequestState, upto: int, output: Any) -> list[LookupRequest]:
         """Recurrent state can be continued only where vLLM keeps it: a hit ends at one of these boundaries."""
         offers: dict[int, dict[int, int]] = {}
         state = output.kv_connector_block_state
@@ -219,7 +219,7 @@ class SavePlanner:
                 tracked.saved = boundary // self.spec.chunk_tokens * self.spec.chunk_tokens
         return asked
 
-    def _last_states(self, tracked: Tracked, upto: int) -> dict[int, int]:
+    def _last_states(self, tracked: RequestState, upto: int) -> dict[int, int]:
         """Where this step leaves the states behind the prompt's last token, by vLLM group; no step continues them."""
         found = {}
         for number in self._states:
@@ -229,7 +229,7 @@ class SavePlanner:
                 found[vllm_group] = table[position]
         return found
 
-    def _request(self, tracked: Tracked, tables: Tables, upto: int, *, tail: bool) -> Asked:
+    def _request(self, tracked: RequestState, tables: Tables, upto: int, *, tail: bool) -> LookupRequest:
         request = StepRequest(tracked.id, tracked.chain, (), save=(tracked.saved, upto), tail=tail)
         return request, tables, tracked.drafted
 
@@ -257,7 +257,7 @@ class _Tables:
         self._output = output
         self._news: dict[str, tuple[bool, Any]] | None = None
 
-    def follow(self, tracked: Tracked) -> None:
+    def follow(self, tracked: RequestState) -> None:
         """Bring the request's tables up to date."""
         if self._state is not None:
             tracked.tables = self._state.get_block_ids(tracked.id) or tracked.tables

@@ -5,8 +5,8 @@ own blocks. *In the background*: the request waits, vLLM goes on with others, an
 Layer-wise loading is the first, bulk the second; :mod:`.loads` says which hits of models with several cache groups may
 take the first.
 
-Loads can fail, also on another rank, while later steps are planned already: :class:`.plan.Verdicts` says whose saves
-count.
+Loads can fail, also on another rank, while later steps are planned already: :class:`.plan.SaveApprovals` says whose
+saves count.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from layerflow.connectors.vllm.plan import (
     NO_NEWS,
     Promise,
     RanPlans,
+    SaveApprovals,
     StepPlan,
     UnkeptLoad,
-    Verdicts,
     WorkerLayout,
     WorkerReport,
 )
 from layerflow.connectors.vllm.scheduler.keys import OwnCache, PromptKeys
 from layerflow.connectors.vllm.scheduler.loads import StepLoads, are_rewritten, plan_load
-from layerflow.connectors.vllm.scheduler.requests import BlockHolders, Tracked, wishes
+from layerflow.connectors.vllm.scheduler.requests import BlockHolders, RequestState, load_save_flags
 from layerflow.connectors.vllm.scheduler.saves import SavePlanner
 from layerflow.connectors.vllm.scheduler.search import HitSearch
 from layerflow.errors import LayerflowError
@@ -116,8 +116,8 @@ class SchedulerSide:
         self._trusts_sight = trusts_sight
         self._holders = None if drains_holders else BlockHolders()
         self._may_load = options.load and (groups == 1 or can_fail_in_background)
-        self._tracked: dict[str, Tracked] = {}
-        self._loading: list[Tracked] = []
+        self._tracked: dict[str, RequestState] = {}
+        self._loading: list[RequestState] = []
         self._promised: dict[str, Promise] = {}
         self._leaving: list[str] = []
         self._aborted: list[str] = []
@@ -128,7 +128,7 @@ class SchedulerSide:
         self._advisor: LoadPolicy | None = None
         self._saves: SavePlanner | None = None
         self._ran = RanPlans()
-        self._verdicts = Verdicts()
+        self._verdicts = SaveApprovals()
         self._layouts: list[WorkerLayout] = []
         self._unmet: dict[str, Any] | None = {} if reuses else None
         self._awaits_weights = False
@@ -224,9 +224,9 @@ class SchedulerSide:
             return self._unknown(request, error)
         if not len(chain):
             return self._handoffs.without_keys(part)
-        may_load, may_save = wishes(request.kv_transfer_params)
+        may_load, may_save = load_save_flags(request.kv_transfer_params)
         may_load &= self._may_load and not request.skip_reading_prefix_cache
-        tracked = Tracked(request, chain, may_load, may_save and self.options.save)
+        tracked = RequestState(request, chain, may_load, may_save and self.options.save)
         self._tracked[request.request_id] = tracked
         if self._saves is not None:
             self._saves.open(tracked)
@@ -483,7 +483,7 @@ class SchedulerSide:
         log.warning("reset_while_saving", steps=told["steps"], waited_s=QUIET_S)
         return False
 
-    def _end(self, tracked: Tracked) -> None:
+    def _end(self, tracked: RequestState) -> None:
         """Nothing of the request is loaded or saved any more, unless it starts anew."""
         self._handoffs.outdated(tracked)
         if self._saves is not None:
@@ -499,7 +499,7 @@ class SchedulerSide:
             if self._lookups is not None:
                 self._lookups.drop_lease(request)
 
-    def _is_current(self, tracked: Tracked, num_computed: int) -> bool:
+    def _is_current(self, tracked: RequestState, num_computed: int) -> bool:
         """May the request, which starts now, load and save? What it takes from vLLM's own cache must be current too."""
         assert self._saves is not None
         if self._keys.renamed():
@@ -538,7 +538,7 @@ class SchedulerSide:
         if hook == "_plan":
             self._loading.clear()
 
-    def _forsake(self, tracked: Tracked) -> None:
+    def _forsake(self, tracked: RequestState) -> None:
         """The request is computed without layerflow from here on: what it has open ends, as far as that can be done."""
         del self._tracked[tracked.id]
         if tracked in self._loading:
@@ -597,7 +597,7 @@ class SchedulerSide:
         self._search.load_failed(tracked, share)
         self._saves.again([tracked])
 
-    def _load(self, tracked: Tracked, plan: StepPlan, tokens: int) -> None:
+    def _load(self, tracked: RequestState, plan: StepPlan, tokens: int) -> None:
         assert self.spec is not None and self._saves is not None and self._search is not None
         self._search.take(tracked)
         if tracked.load is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from layerflow.agent.values import Hit
 from layerflow.connectors.vllm.pd.side import HandoffSide
-from layerflow.connectors.vllm.scheduler.requests import Tracked
+from layerflow.connectors.vllm.scheduler.requests import RequestState
 
 if TYPE_CHECKING:
     from layerflow.agent.client import Inquiry
@@ -40,7 +40,7 @@ class HitSearch:
         self._wait_s = wait_s
         self._waited_s = 0.0
         self._awaited: Inquiry | None = None
-        self._undecided: Tracked | None = None
+        self._undecided: RequestState | None = None
 
     def pass_over(self, *, idle: bool) -> None:
         """A scheduling pass has ended.
@@ -57,7 +57,7 @@ class HitSearch:
         self._awaited = self._undecided = None
         self._waited_s = 0.0
 
-    def undecided(self, tracked: Tracked) -> bool:
+    def undecided(self, tracked: RequestState) -> bool:
         """Is it not known yet whether, or where, there is a hand-off?"""
         if tracked.handoff is None:
             return False
@@ -68,37 +68,37 @@ class HitSearch:
             self._undecided = tracked
         return waits
 
-    def ask(self, tracked: Tracked) -> Inquiry:
+    def ask(self, tracked: RequestState) -> Inquiry:
         """Start a request's lookup, of what a hand-off is to store too where it has one."""
         follow = self._handoffs.follow(tracked)
         seconds = self._compute_s(len(tracked.chain))
         tracked.inquiry = self._lookups.ask(tracked.id, tracked.chain, follow, compute_s=seconds)
         return tracked.inquiry
 
-    def find(self, tracked: Tracked, num_computed: int) -> Hit | None:
+    def find(self, tracked: RequestState, num_computed: int) -> Hit | None:
         """What can be loaded of a request that is about to start; None = vLLM is to ask again.
 
         :param num_computed: tokens that vLLM has itself.
         """
         inquiry = tracked.inquiry
         if inquiry is None or (inquiry.hit is not None and self._is_stale(tracked, inquiry)):
-            tracked.ask_anew()
+            tracked.restart_lookup()
             inquiry = self.ask(tracked)
         hit = self._wait(inquiry)
         if hit is None:
             return None
         if not self._handoffs.accepts(tracked, hit):
-            tracked.ask_anew()
+            tracked.restart_lookup()
             return None
         missing = tracked.request.num_tokens - max(hit.tokens, num_computed)
         return None if self._handoffs.gives_up(tracked, missing) else hit
 
-    def take(self, tracked: Tracked) -> None:
+    def take(self, tracked: RequestState) -> None:
         """The request's hit goes to the workers now, with the plan that its answer has brought."""
         if tracked.inquiry is not None:
             tracked.hit = self._lookups.take(tracked.inquiry, tracked.hit)
 
-    def load_failed(self, tracked: Tracked, share: float) -> None:
+    def load_failed(self, tracked: RequestState, share: float) -> None:
         """Of a load so large a share of its blocks has failed: may the rest be loaded again?"""
         if self._handoffs.load_failed(tracked):
             pass
@@ -107,7 +107,7 @@ class HitSearch:
             tracked.reloads += 1
         else:
             tracked.may_load = False
-        tracked.ask_anew()
+        tracked.restart_lookup()
 
     def _wait(self, inquiry: Inquiry) -> Hit | None:
         """Its answer, if there is one or soon is. All requests of one pass share one wait: a stopped server must not
@@ -120,6 +120,6 @@ class HitSearch:
             self._awaited = inquiry
         return hit
 
-    def _is_stale(self, tracked: Tracked, inquiry: Inquiry) -> bool:
+    def _is_stale(self, tracked: RequestState, inquiry: Inquiry) -> bool:
         """A hand-off's answer comes long after its question, and is kept for its reader."""
         return time.monotonic() - inquiry.asked_at > STALE_S and not self._handoffs.follows(tracked)

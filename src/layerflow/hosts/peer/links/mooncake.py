@@ -13,9 +13,9 @@ from typing import Any
 from layerflow.hosts.peer.link import STALL_S, Lender, LinkFailed, PeerLink
 from layerflow.hosts.peer.windowed import (
     RESTART_S,
-    DataPlane,
-    Hanging,
     PlaneRead,
+    ReadTimedOut,
+    TransferLibrary,
     Unusable,
     Window,
     WindowedLink,
@@ -53,7 +53,7 @@ def lender(arena: SharedMemory, host: str) -> Lender:
     return WindowLender(arena, host, MooncakePlane)
 
 
-class MooncakePlane(DataPlane):
+class MooncakePlane(TransferLibrary):
     """A registered window. The engine checks each address that a peer reads or writes against it."""
 
     def __init__(self, window: Window, host: str) -> None:
@@ -63,7 +63,7 @@ class MooncakePlane(DataPlane):
             raise Unusable(f"Mooncake does not register {window.nbytes} bytes: code {code}")
         self._port = int(self._engine.get_rpc_port())
         self._remote, self._session = 0, ""
-        self._waiter: _Waiter | None = None
+        self._waiter: _ReadThread | None = None
 
     @classmethod
     def load(cls) -> None:
@@ -83,7 +83,7 @@ class MooncakePlane(DataPlane):
             raise LinkFailed(f"Mooncake cannot reach {self._session}")
         read = _MooncakeRead(batch, self._session)
         if self._waiter is None:
-            self._waiter = _Waiter(self._engine)
+            self._waiter = _ReadThread(self._engine)
         self._waiter.put(read)
         return read
 
@@ -93,7 +93,7 @@ class MooncakePlane(DataPlane):
         self._engine.unregister_memory(self._window.address)
 
 
-class _Waiter:
+class _ReadThread:
     """A thread that waits for reads of one plane, in order: the library's call does nothing else, for up to 5 s."""
 
     def __init__(self, engine: Any) -> None:
@@ -127,7 +127,7 @@ class _MooncakeRead(PlaneRead):
         done = self._done.wait(max(0.0, until - time.monotonic()))
         # After a time-out of its own the library goes on writing.
         if not done or (self._code and time.monotonic() - self._began > TIMEOUT_S - 1):
-            raise Hanging(f"nothing came over Mooncake from {self._session} for {STALL_S:g} s")
+            raise ReadTimedOut(f"nothing came over Mooncake from {self._session} for {STALL_S:g} s")
         if self._code:
             raise LinkFailed(f"Mooncake cannot read from {self._session}: code {self._code}")
 

@@ -18,7 +18,15 @@ from typing import Any
 
 from layerflow.hosts.lanes import describe
 from layerflow.hosts.peer.link import STALL_S, Lender, LinkFailed, PeerLink
-from layerflow.hosts.peer.windowed import DataPlane, Hanging, PlaneRead, Unusable, Window, WindowedLink, WindowLender
+from layerflow.hosts.peer.windowed import (
+    PlaneRead,
+    ReadTimedOut,
+    TransferLibrary,
+    Unusable,
+    Window,
+    WindowedLink,
+    WindowLender,
+)
 from layerflow.links import LinkPlugin
 from layerflow.system.memfd import SharedMemory
 from layerflow.wire.peer_link import Origin
@@ -26,7 +34,7 @@ from layerflow.wire.peer_link import Origin
 LINK = LinkPlugin(
     reader=f"{__name__}:reader",
     lender=f"{__name__}:lender",
-    plane=f"{__name__}:NixlPlane",
+    plane=f"{__name__}:NixlTransfer",
     maps_arena=False,
     trusts_network=True,
     package="nixl",
@@ -41,15 +49,15 @@ POLL_S, MAX_POLL_S = 2e-5, 2e-4
 
 def reader(arena: SharedMemory, origin: Origin, until: float) -> PeerLink:
     """:raises LinkFailed: nobody answers there. :raises Unusable: there is no NIXL."""
-    return WindowedLink(arena, origin, until, NixlPlane)
+    return WindowedLink(arena, origin, until, NixlTransfer)
 
 
 def lender(arena: SharedMemory, host: str) -> Lender:
     """:raises Unusable: there is no NIXL."""
-    return WindowLender(arena, host, NixlPlane)
+    return WindowLender(arena, host, NixlTransfer)
 
 
-class NixlPlane(DataPlane):
+class NixlTransfer(TransferLibrary):
     """An agent with one registered window."""
 
     def __init__(self, window: Window, host: str) -> None:
@@ -120,7 +128,7 @@ class _NixlRead(PlaneRead):
         try:
             while self._state == "PROC":
                 if time.monotonic() >= until:
-                    raise Hanging(f"nothing came over NIXL for {STALL_S:g} s")
+                    raise ReadTimedOut(f"nothing came over NIXL for {STALL_S:g} s")
                 time.sleep(delay)  # the library offers nothing to wait for
                 delay = min(1.5 * delay, MAX_POLL_S)
                 self._state = self._agent.check_xfer_state(self._handle)

@@ -15,7 +15,7 @@ from layerflow.connectors.vllm.pd.conventions.parts import (
     Convention,
     DecodePart,
     PrefillPart,
-    Words,
+    RequestParams,
     address,
     number,
     servers_of,
@@ -27,7 +27,7 @@ from layerflow.errors import ProtocolError
 QUERY = "/query"
 
 
-def prefill_part(words: Words) -> PrefillPart:
+def prefill_part(words: RequestParams) -> PrefillPart:
     """P. The hand-off is named by the proxy's id and the prompt: prompts of a list share the id."""
     told = words.params.get(KEY)
     return PrefillPart(
@@ -40,7 +40,7 @@ def prefill_part(words: Words) -> PrefillPart:
     )
 
 
-def decode_part(words: Words) -> DecodePart:
+def decode_part(words: RequestParams) -> DecodePart:
     """D. Where its servers are not told, the prefill engine's ``GET /query`` tells them."""
     told = words.params.get(KEY)
     servers = servers_of(told) if isinstance(told, Mapping) else None
@@ -87,7 +87,7 @@ def servers_in(answer: Any, engine: str) -> tuple[str, ...]:
     )
 
 
-def _deadline_s(told: Any, words: Words) -> float:
+def _deadline_s(told: Any, words: RequestParams) -> float:
     """:raises ProtocolError: the request's is not a number of seconds."""
     wanted = told.get("deadline_s", words.deadline_s) if isinstance(told, Mapping) else words.deadline_s
     seconds = number(wanted, f"kv_transfer_params.{KEY}.deadline_s")
@@ -96,7 +96,7 @@ def _deadline_s(told: Any, words: Words) -> float:
     return min(seconds, words.deadline_s)
 
 
-def _handoff(words: Words) -> str:
+def _handoff(words: RequestParams) -> str:
     return f"{_name(words.params['transfer_id'], 'transfer_id')}:{words.digest}"
 
 

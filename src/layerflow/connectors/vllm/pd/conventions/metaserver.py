@@ -16,8 +16,8 @@ from layerflow.connectors.vllm.pd.conventions.parts import (
     DecodePart,
     HandoffTerms,
     PrefillPart,
+    RequestParams,
     Sizes,
-    Words,
     address,
     shown,
 )
@@ -27,7 +27,7 @@ from layerflow.errors import ProtocolError
 _SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 
 
-def decode_part(words: Words) -> DecodePart:
+def decode_part(words: RequestParams) -> DecodePart:
     """D.
 
     :raises ProtocolError: the metaserver is no http address.
@@ -45,7 +45,7 @@ def decode_part(words: Words) -> DecodePart:
     )
 
 
-def prefill_part(words: Words) -> PrefillPart:
+def prefill_part(words: RequestParams) -> PrefillPart:
     """P: what D has posted names the hand-off."""
     assert words.terms is not None
     return PrefillPart(

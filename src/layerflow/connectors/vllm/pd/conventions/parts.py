@@ -193,7 +193,7 @@ class Convention(StrEnum):
     CONCURRENT = "concurrent"
 
 
-class Words(NamedTuple):
+class RequestParams(NamedTuple):
     """What a request says of its hand-off, and what the engine that reads it is.
 
     :param params: the request's ``kv_transfer_params``.
@@ -267,7 +267,7 @@ class DecodePart:
 
 
 @dataclass(frozen=True, slots=True)
-class PlainPart:
+class NoHandoff:
     """Neither: what the pool holds is loaded, what is computed is saved.
 
     :param reason: why a request that wanted more gets this; "" = it did not.
@@ -283,8 +283,8 @@ class RefusedPart:
     reason: str
 
 
-Part = PrefillPart | DecodePart | PlainPart | RefusedPart
-PLAIN = PlainPart()
+Part = PrefillPart | DecodePart | NoHandoff | RefusedPart
+PLAIN = NoHandoff()
 
 
 @dataclass(frozen=True, slots=True)

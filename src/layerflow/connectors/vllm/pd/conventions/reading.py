@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from layerflow.connectors.vllm.pd.conventions import concurrent, metaserver, twophase
-from layerflow.connectors.vllm.pd.conventions.parts import PLAIN, HandoffTerms, Part, PlainPart, Words, terms_in
+from layerflow.connectors.vllm.pd.conventions.parts import PLAIN, HandoffTerms, NoHandoff, Part, RequestParams, terms_in
 from layerflow.errors import ProtocolError
 
 
-def part_of(words: Words, *, speaks: bool, producer: bool, consumer: bool) -> Part:
+def part_of(words: RequestParams, *, speaks: bool, producer: bool, consumer: bool) -> Part:
     """By what the keys hold; never by how the engine was started alone.
 
     :param words: of the request; its `terms` are read here.
@@ -25,11 +25,11 @@ def part_of(words: Words, *, speaks: bool, producer: bool, consumer: bool) -> Pa
         if params.get("do_remote_prefill"):
             return _decode(words, terms, speaks=speaks) if consumer else PLAIN
     except ProtocolError as error:
-        return PlainPart(str(error))
+        return NoHandoff(str(error))
     return PLAIN
 
 
-def _prefill(words: Words, terms: HandoffTerms | None, *, speaks: bool) -> Part:
+def _prefill(words: RequestParams, terms: HandoffTerms | None, *, speaks: bool) -> Part:
     meant = speaks or terms is not None
     if meant and words.params.get("transfer_id"):
         return concurrent.prefill_part(words)
@@ -38,7 +38,7 @@ def _prefill(words: Words, terms: HandoffTerms | None, *, speaks: bool) -> Part:
     return twophase.prefill_part(words) if speaks else PLAIN
 
 
-def _decode(words: Words, terms: HandoffTerms | None, *, speaks: bool) -> Part:
+def _decode(words: RequestParams, terms: HandoffTerms | None, *, speaks: bool) -> Part:
     meant = speaks or terms is not None
     if meant and words.params.get("transfer_id"):
         return concurrent.decode_part(words)

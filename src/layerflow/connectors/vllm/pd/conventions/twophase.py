@@ -15,12 +15,12 @@ from layerflow.connectors.vllm.pd.conventions.parts import (
     Convention,
     DecodePart,
     HandoffTerms,
+    NoHandoff,
     Part,
-    PlainPart,
     PrefillPart,
     RefusedPart,
+    RequestParams,
     Sizes,
-    Words,
     address,
     shown,
     text,
@@ -29,7 +29,7 @@ from layerflow.connectors.vllm.pd.conventions.parts import (
 TRANSFER_MODE = "layerflow"
 
 
-def prefill_part(words: Words) -> Part:
+def prefill_part(words: RequestParams) -> Part:
     """P: the keys are empty, or not there at all. Filled, they are a decode engine's that layerflow does not know."""
     params = words.params
     if params.get("remote_host") and params.get("remote_block_ids"):
@@ -46,12 +46,12 @@ def prefill_part(words: Words) -> Part:
     )
 
 
-def decode_part(words: Words) -> Part:
+def decode_part(words: RequestParams) -> Part:
     """D: the keys are P's. Without a hand-off of layerflow's among them, what the pool holds is all there is."""
     terms, params = words.terms, words.params
     if terms is None:
         if params.get("remote_engine_id") or params.get("remote_host"):
-            return PlainPart(
+            return NoHandoff(
                 f"engine {shown(params.get('remote_engine_id'))} at {shown(params.get('remote_host'))} does not speak "
                 "layerflow"
             )
@@ -59,7 +59,7 @@ def decode_part(words: Words) -> Part:
     # vLLM tells of a request that it has rejected as one with a single token: that is to release the hand-off.
     if terms.prompt and terms.prompt != words.digest and len(words.prompt) > 1:
         # Of a list of prompts, vLLM answers with the first one's keys only.
-        return PlainPart(f"hand-off {terms.handoff} is of another prompt")
+        return NoHandoff(f"hand-off {terms.handoff} is of another prompt")
     servers, otherwise = _addresses(terms.servers, params.get("remote_host"))
     return DecodePart(
         handoff=terms.handoff,
