@@ -3,9 +3,11 @@
 import pytest
 from pages import page, sections
 
+from layerflow.agent.client import INQUIRY_LIFE
 from layerflow.flow.graph import JOB_LIFE, OBJECT_LIFE, PART_LIFE
 from layerflow.server.handoffs.handoff import HANDOFF_LIFE
 from layerflow.server.peers.lending import LEASE_LIFE
+from layerflow.wire.client_protocol import CONNECTION_LIFE
 
 LIVES = {
     "One direction of a step": JOB_LIFE,
@@ -13,6 +15,8 @@ LIVES = {
     "An object on its way": OBJECT_LIFE,
     "A hand-off": HANDOFF_LIFE,
     "A lease of a peer": LEASE_LIFE,
+    "A lookup": INQUIRY_LIFE,
+    "A connection": CONNECTION_LIFE,
 }
 
 

@@ -26,6 +26,7 @@ from layerflow.agent.presence import PresenceView, following, hit_of, lookup_of
 from layerflow.agent.values import MISS, Follow, Handoff, Hit
 from layerflow.errors import DeadlineExceeded, LayerflowError, RemoteError, ServerLost, SessionError
 from layerflow.keys import Chain
+from layerflow.lives import Life
 from layerflow.spec import ModelSpec
 from layerflow.system.memfd import SharedMemory
 from layerflow.system.numbers import ascending
@@ -95,11 +96,21 @@ class Pending:
 
 
 class InquiryState(enum.Enum):
-    """What has become of the request that a lookup is for."""
+    """What has become of the request that a lookup is for; :data:`INQUIRY_LIFE` says what each means."""
 
-    WANTED = "wanted"  #: its hit may be loaded yet
-    TAKEN = "taken"  #: it is loaded, by what was known then
-    DROPPED = "dropped"  #: nothing of it is loaded
+    WANTED = "wanted"
+    TAKEN = "taken"
+    DROPPED = "dropped"
+
+
+INQUIRY_LIFE = Life(
+    "a lookup",
+    {
+        InquiryState.WANTED: ("its hit may be loaded yet", (InquiryState.TAKEN, InquiryState.DROPPED)),
+        InquiryState.TAKEN: ("it is loaded, by what was known then; an answer that comes later brings its lease", ()),
+        InquiryState.DROPPED: ("nothing of it is loaded: what an answer leases is given back", ()),
+    },
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -121,6 +132,11 @@ class Inquiry(Pending):
     state: InquiryState = InquiryState.WANTED
     hit: Hit | None = None
     seen: Hit | None = None
+
+    def enter(self, state: InquiryState) -> None:
+        """:raises InvalidTransition: where its life does not allow it."""
+        INQUIRY_LIFE.check(self.state, state, f"of {self.request!r}")
+        self.state = state
 
     @property
     def answered(self) -> bool:

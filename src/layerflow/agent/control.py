@@ -138,7 +138,7 @@ class Control:
         )
         with self._lock:
             inquiry = self._client.inquiry("", chain, None, timeout_s + DEFAULT_TIMEOUT_S)
-            inquiry.state = InquiryState.DROPPED
+            inquiry.enter(InquiryState.DROPPED)
             self._ask(inquiry, message)
         if inquiry.error is not None:
             raise inquiry.error

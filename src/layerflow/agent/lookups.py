@@ -120,7 +120,7 @@ class Lookups(ServerClient):
         if inquiry.hit is not None and inquiry.hit != hit:
             return hit
         del self._current[inquiry.request]
-        inquiry.state = InquiryState.TAKEN
+        inquiry.enter(InquiryState.TAKEN)
         if inquiry.hit is None:
             return hit
         if inquiry.hit.plan is not None:
@@ -214,7 +214,7 @@ class Lookups(ServerClient):
         """What was asked for the request is not loaded; its answer may be yet to come."""
         inquiry = self._current.pop(request, None)
         if inquiry is not None:
-            inquiry.state = InquiryState.DROPPED
+            inquiry.enter(InquiryState.DROPPED)
             self.drop_plan(request, self.plans.void(request))
 
     def _catch_up(self, left: int = 1) -> None:

@@ -17,6 +17,7 @@ import enum
 import math
 
 from layerflow.errors import InvalidTransition, LayerflowError, ProtocolError, RemoteError, SessionUnknown
+from layerflow.lives import Life
 from layerflow.wire import codec
 from layerflow.wire.messages import STRANGER, Hello, PeerHello, PeerWelcome, Problem, ToClient, Welcome
 
@@ -28,20 +29,26 @@ MIN_LIVENESS_S, MAX_LIVENESS_S = 0.02, 86_400.0
 
 
 class ClientState(enum.Enum):
-    """Where a connection is."""
+    """Where a connection is; :data:`CONNECTION_LIFE` says what each means."""
 
-    GREETING = "greeting"  #: this end has greeted; the server's greeting is awaited
-    HELLO = "hello"  #: hello was said; the welcome is awaited
-    WELCOMED = "welcomed"  #: the server knows this client
-    CLOSED = "closed"  #: nothing is sent or received any more
+    GREETING = "greeting"
+    HELLO = "hello"
+    WELCOMED = "welcomed"
+    CLOSED = "closed"
 
 
-TRANSITIONS = {
-    ClientState.GREETING: {ClientState.HELLO, ClientState.CLOSED},
-    ClientState.HELLO: {ClientState.WELCOMED, ClientState.CLOSED},
-    ClientState.WELCOMED: {ClientState.CLOSED},
-    ClientState.CLOSED: {ClientState.CLOSED},
-}
+CONNECTION_LIFE = Life(
+    "a connection",
+    {
+        ClientState.GREETING: (
+            "this end has greeted; the server's greeting is awaited",
+            (ClientState.HELLO, ClientState.CLOSED),
+        ),
+        ClientState.HELLO: ("hello was said; the welcome is awaited", (ClientState.WELCOMED, ClientState.CLOSED)),
+        ClientState.WELCOMED: ("the server knows this client", (ClientState.CLOSED,)),
+        ClientState.CLOSED: ("nothing is sent or received any more", ()),
+    },
+)
 
 
 class ClientProtocol:
@@ -109,9 +116,10 @@ class ClientProtocol:
         self.next_beat = now + self.heartbeat_s
 
     def close(self) -> None:
-        """The connection has ended."""
-        self._enter(ClientState.CLOSED)
-        self.next_beat = math.inf
+        """The connection has ended; again = nothing."""
+        if self.state is not ClientState.CLOSED:
+            self._enter(ClientState.CLOSED)
+            self.next_beat = math.inf
 
     def _take_welcome(self, message: ToClient, now: float) -> None:
         if self.state is not ClientState.HELLO:
@@ -127,6 +135,5 @@ class ClientProtocol:
         self.next_beat = now
 
     def _enter(self, state: ClientState) -> None:
-        if state not in TRANSITIONS[self.state]:
-            raise InvalidTransition(f"a connection that is {self.state.value} cannot become {state.value}")
+        CONNECTION_LIFE.check(self.state, state, f"of {type(self._hello).__name__}")
         self.state = state
