@@ -22,7 +22,15 @@ class World:
         self.lost: list[tuple[int, str]] = []
         self.suspected: list[ClientSession] = []
         nowhere, nobody = Path("/nowhere"), lambda *_: None
-        self.clients = Clients(Settings, self.sessions, nowhere, nobody, nobody, self._lose, self.suspected.append)
+        self.clients = Clients(
+            Settings,
+            self.sessions,
+            nowhere,
+            send=nobody,
+            send_greeting=nobody,
+            lose=self._lose,
+            suspect=self.suspected.append,
+        )
 
     def _lose(self, session: ClientSession, why: str) -> None:
         self.lost.append((session.number, why))

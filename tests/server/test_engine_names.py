@@ -42,7 +42,7 @@ def test_all_clients_of_an_engine_have_its_name_and_a_second_engine_another(sess
 
 def test_a_client_that_acts_for_no_engine_is_called_by_its_key_too(sessions: Sessions) -> None:
     looking = parse_rights(["look"], "k" * 40)
-    stranger = sessions.open((REMOTE, b"x"), "uuid-1", "test", 1, 0.0, looking, name="m/h/dp0")
+    stranger = sessions.open((REMOTE, b"x"), "uuid-1", "test", 1, 0.0, rights=looking, name="m/h/dp0")
     assert stranger.name == "m/h/dp0@kkkkkkkk"
     assert opener(sessions)(b"a", "uuid-1", name="m/h/dp0").name == "m/h/dp0"
 

@@ -246,7 +246,7 @@ def _joined(columns: Sequence[Numbered]) -> Numbered:
     return Numbered(*(np.concatenate([getattr(each, at.name) for each in columns]) for at in fields(Numbered)))
 
 
-def _unpickled(
+def _unpickled(  # noqa: PLR0917 - pickle gives them in their order
     request: str,
     group: int,
     digests: bytes,

@@ -52,7 +52,7 @@ def copy_fallback(dst_base: int, src_base: int, dst: Int64, src: Int64, nbytes: 
         ctypes.memmove(to, at, size)
 
 
-def copy_batches_fallback(
+def copy_batches_fallback(  # noqa: PLR0917 - those of the C function, in its order
     dst_base: int,
     src_base: int,
     dst: Int64,

@@ -51,7 +51,7 @@ class CoveredBlocks:
     :raises ExtentError: naming the layers and heads that a chunk lacks, or the first block that is outside.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - columns of one table
         self,
         memory: PagedMemory,
         group: int,

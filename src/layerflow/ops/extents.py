@@ -146,7 +146,7 @@ class BlockList:
     :raises ExtentError: naming the first block that is outside.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - columns of one table
         self,
         memory: PagedMemory,
         group: int,
@@ -316,7 +316,7 @@ class BlockList:
         if not 0 <= lo <= hi <= self._blocks.size:
             raise ExtentError(f"layer {layers[0]}: blocks {lo} to {hi} are outside the list of {self._blocks.size}")
 
-    def _check(
+    def _check(  # noqa: PLR0917 - columns of one table
         self,
         row_bytes: int,
         arena_bytes: int | Int64,

@@ -189,8 +189,8 @@ class Sessions:
         client: str,
         pid: int,
         now: float,
-        rights: Rights = HERE,
         *,
+        rights: Rights = HERE,
         name: str = "",
     ) -> ClientSession:
         """A new session for a client that has none.
@@ -322,6 +322,7 @@ class Clients:
         settings: Callable[[], Settings],
         sessions: Sessions,
         fd_server_path: Path,
+        *,
         send: Callable[[ClientSession, Message], None],
         send_greeting: Callable[[Address], object],
         lose: Callable[[AnySession, str], None],
@@ -367,7 +368,7 @@ class Clients:
         self._greeted.discard(address)
         self._make_room_for_client()
         session = self._sessions.open(
-            address, message.engine, message.client, message.pid, time.monotonic(), rights, name=message.name
+            address, message.engine, message.client, message.pid, time.monotonic(), rights=rights, name=message.name
         )
         settings = self._settings()
         server = settings.server

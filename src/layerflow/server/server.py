@@ -236,10 +236,10 @@ class Server:
             lambda: self.settings,
             self.sessions,
             self.fd_server_path,
-            self._send,
-            lambda address: self._doors[address[0]].send(address[1], codec.greeting()),
-            self._handlers.lose,
-            lambda session: self.handoffs.lose_engine(session.engine, "a worker of its engine has hung up"),
+            send=self._send,
+            send_greeting=lambda address: self._doors[address[0]].send(address[1], codec.greeting()),
+            lose=self._handlers.lose,
+            suspect=lambda session: self.handoffs.lose_engine(session.engine, "a worker of its engine has hung up"),
         )
         self._fd_server: FdServer | None = None
         self._curve: Curve | None = None

@@ -66,7 +66,7 @@ class StoredFile(Evictable):
         "tokens",
     )
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - the fields of a file name, in their order
         self, key: bytes, layers: int, layer_bytes: int, blocks: int, tokens: int, parent: bytes, digests: int = 0
     ) -> None:
         super().__init__(key, room_of(layers, layer_bytes, digests))

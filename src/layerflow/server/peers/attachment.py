@@ -46,6 +46,7 @@ class Dealer:
         context: zmq.Context[zmq.Socket[bytes]],
         endpoint: str,
         keys: tuple[bytes, bytes, bytes] | None,
+        *,
         max_bytes: int,
         heard: Callable[[bytes], None],
         hung_up: Callable[[], None],
@@ -190,6 +191,7 @@ class Attachment:
         target: PeerTarget,
         context: zmq.Context[zmq.Socket[bytes]],
         incarnation: bytes,
+        *,
         name: str,
         max_bytes: int,
         listener: PeerListener,
@@ -266,7 +268,12 @@ class Attachment:
         self._protocol = ClientProtocol(self._hello, max_bytes=self._max_bytes)
         try:
             self._dealer = Dealer(
-                self._context, self.target.address, self.target.keys, self._max_bytes, self._received, self._hung_up
+                self._context,
+                self.target.address,
+                self.target.keys,
+                max_bytes=self._max_bytes,
+                heard=self._received,
+                hung_up=self._hung_up,
             )
         except (zmq.ZMQError, OSError) as error:
             self._fail(f"cannot connect to {self.target.address}: {error}")

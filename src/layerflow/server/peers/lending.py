@@ -262,6 +262,7 @@ def found_of(
     message: wire.PeerLookup,
     lease: int,
     token: bytes,
+    *,
     items: Sequence[LentItem],
     reason: str,
     failed: bool,
@@ -439,6 +440,7 @@ class Lending:
         settings: Callable[[], Settings],
         pool: Pool,
         arena: tuple[int, int],
+        *,
         view: memoryview,
         models: Callable[[], Sequence[ModelSpec]],
         send: Callable[[Address, Message], object],
@@ -683,7 +685,7 @@ class Lending:
         lease_key = secrets.token_bytes(LINK_KEY_BYTES) if lent_objects else b""
         number = lease.number if lent_objects else 0
         told = lent(number, token, lease_key, items)
-        answer = found_of(message, number, token, items, reason or why, failed, lease_key)
+        answer = found_of(message, number, token, items=items, reason=reason or why, failed=failed, lease_key=lease_key)
         if lent_objects:
             lease.enter(LeaseState.LENT)
             self._leases[lease.number] = lease

@@ -108,7 +108,18 @@ class Peers:
         peers = settings().peers
         self.lending: Lending | None = None
         if peers.serve:
-            self.lending = Lending(settings, pool, arena, view, models, send, *storing, sessions, mailboxes)
+            self.lending = Lending(
+                settings,
+                pool,
+                arena,
+                view=view,
+                models=models,
+                send=send,
+                handoffs=storing[0],
+                follows=storing[1],
+                sessions=sessions,
+                mailboxes=mailboxes,
+            )
         self.source: PeerSource | None = None
         self.reading: HandoffReading | None = None
         self.parts = HandoffParts(storing[0], incoming.numbers)
@@ -119,7 +130,16 @@ class Peers:
             for one in peers.attach
         ]
         if self._targets or peers.learn:
-            self.source = PeerSource(settings, pool, arena, emit, incoming, self._attachment, models, self.parts)
+            self.source = PeerSource(
+                settings,
+                pool,
+                arena,
+                emit=emit,
+                incoming=incoming,
+                attach=self._attachment,
+                models=models,
+                parts=self.parts,
+            )
             self.reading = HandoffReading(settings, self.source)
 
     def start(self) -> None:
@@ -267,4 +287,4 @@ class Peers:
 
     def _attachment(self, target: PeerTarget, source: PeerSource) -> Attachment:
         most = self._settings().server.max_message_bytes
-        return Attachment(target, self._context, self.incarnation, self.name, most, source)
+        return Attachment(target, self._context, self.incarnation, name=self.name, max_bytes=most, listener=source)

@@ -279,6 +279,7 @@ class PeerSource:
         settings: Callable[[], Settings],
         pool: Pool,
         arena: tuple[int, int],
+        *,
         emit: Callable[[Sequence[Event]], None],
         incoming: IncomingObjects,
         attach: Callable[[PeerTarget, PeerSource], Attachment],
