@@ -102,7 +102,7 @@ def test_a_lookup_that_raises_is_answered_and_keeps_nothing(
     keys = stored(server, 64)
     reader = reader_of(server)
 
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise OverflowError("a number that does not fit")
 
     with monkeypatch.context() as patched:
