@@ -14,7 +14,6 @@ import time
 import types
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
-from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from layerflow.server.account import Account, Charge, Refused
@@ -101,11 +100,8 @@ class Answer(Generic[T]):
         self._charge.on_end(work.close)
 
 
-@dataclass(slots=True)
-class _Mailbox:
-    """One client's unfinished messages, oldest first: the work, and what the message that asks for it keeps."""
-
-    waiting: deque[tuple[Work, Charge]] = field(default_factory=deque)
+_Mailbox = deque[tuple[Work, Charge]]
+"""One client's unfinished messages, oldest first: the work, and what the message that asks for it keeps."""
 
 
 class Mailboxes:
@@ -136,7 +132,7 @@ class Mailboxes:
                 work.close()
                 return
             mailbox, always = self._mailboxes.setdefault(client, _Mailbox()), True
-        elif len(mailbox.waiting) >= MAX_WAITING and not always:
+        elif len(mailbox) >= MAX_WAITING and not always:
             work.close()
             raise Refused("quota", f"{MAX_WAITING} of this client's messages wait to be handled; send them more slowly")
         try:
@@ -144,7 +140,7 @@ class Mailboxes:
         except Refused:
             work.close()
             raise
-        mailbox.waiting.append((work, charge))
+        mailbox.append((work, charge))
         self._schedule()
 
     def forget(self, client: Account) -> None:
@@ -152,7 +148,7 @@ class Mailboxes:
         mailbox = self._mailboxes.pop(client, None)
         if mailbox is None:
             return
-        for work, charge in mailbox.waiting:
+        for work, charge in mailbox:
             charge.release()
             if not work.cr_running:  # type: ignore[attr-defined]
                 work.close()
@@ -176,20 +172,20 @@ class Mailboxes:
         until = time.monotonic() + SLICE_S
         try:
             while True:
-                work, charge = mailbox.waiting[0]
+                work, charge = mailbox[0]
                 finished = True  # also where it raises
                 try:
                     finished = self._run(client, work, until)
                 finally:
                     if finished:
-                        mailbox.waiting.popleft()
+                        mailbox.popleft()
                         charge.release()
-                if not mailbox.waiting or time.monotonic() >= until:
+                if not mailbox or time.monotonic() >= until:
                     break
         finally:
             if self._mailboxes.get(client) is mailbox:  # not lost meanwhile
                 del self._mailboxes[client]
-                if mailbox.waiting:
+                if mailbox:
                     self._mailboxes[client] = mailbox  # behind the others
             self._schedule()
 
