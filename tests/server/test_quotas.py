@@ -168,6 +168,17 @@ def test_small_kinds_have_no_long_messages(embed: Embed, client_of: Any) -> None
     assert "str" in client.ask(wire.DropLease("x" * 2000), wire.Notice).message
 
 
+@pytest.mark.parametrize(
+    "message", [wire.PeerLookup(7, bytes(16), bytes(24), 1000), wire.PeerRelease(1)], ids=["lookup", "release"]
+)
+def test_what_only_servers_say_is_refused_from_a_client(embed: Embed, client_of: Any, message: wire.ToServer) -> None:
+    client = client_of(embed(peers__serve=True))
+    answer = client.ask(message, wire.PeerFound)
+    assert isinstance(answer, wire.Problem) and "is for servers that read here" in answer.message
+    assert answer.id == getattr(message, "id", -1)
+    assert client.alive()
+
+
 def test_a_hang_up_is_no_death(embed: Embed) -> None:
     """A process that lives may still write where it was told to: its room is not given to others."""
     server = embed()

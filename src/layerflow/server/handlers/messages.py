@@ -199,6 +199,8 @@ class Handlers:
                     self.lose(session, "bye")
             case wire.Hello():
                 raise Refused("twice", f"session {session.number} has already said hello")
+            case _:
+                raise ProtocolError(f"{type(message).__name__} is for servers that read here; say PeerHello first")
 
     def _drop_lease(self, session: ClientSession, message: wire.DropLease) -> None:
         context, engine = self._context, session.engine
