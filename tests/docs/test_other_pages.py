@@ -34,7 +34,7 @@ def test_every_measurement_is_described():
 
 def test_the_tour_goes_through_what_exists():
     found = sections(page("architecture.md"))
-    for name in ("Floors", "One load", "One save", "One hand-off"):
+    for name in ("Floors", "One load", "One save", "One hand-off", "Where the caps hold"):
         picture = re.sub(r"/\n\s+", "/", found[name])  # a path may go on in the next line of its column
         places = re.findall(r"([\w/]+\.(?:py|c))(?::(\w+))?", picture)
         assert places

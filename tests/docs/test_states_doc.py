@@ -7,7 +7,7 @@ from layerflow.agent.client import INQUIRY_LIFE
 from layerflow.flow.graph import JOB_LIFE, OBJECT_LIFE, PART_LIFE
 from layerflow.server.handoffs.handoff import HANDOFF_LIFE
 from layerflow.server.peers.lending import LEASE_LIFE
-from layerflow.wire.client_protocol import CONNECTION_LIFE
+from layerflow.wire.client_connection import CONNECTION_LIFE
 
 LIVES = {
     "One direction of a step": JOB_LIFE,

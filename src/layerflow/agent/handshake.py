@@ -16,7 +16,7 @@ import zmq
 
 from layerflow.errors import ConfigError, DeadlineExceeded, ProtocolError, RemoteError, ServerLost
 from layerflow.wire import codec
-from layerflow.wire.client_protocol import MAX_REPLY_BYTES, ClientProtocol
+from layerflow.wire.client_connection import MAX_REPLY_BYTES, ClientConnection
 from layerflow.wire.messages import (
     WANT_ARENA,
     WANT_PRESENCE,
@@ -88,7 +88,7 @@ class Handshake:
 
     def __init__(self, dealer: zmq.Socket[bytes], on_other: Callable[[ToClient], None] | None = None) -> None:
         self.dealer = dealer
-        self.protocol: ClientProtocol
+        self.protocol: ClientConnection
         self.connection: socket.socket | None = None
         self._on_other = on_other
 
@@ -163,7 +163,7 @@ class Handshake:
 
         :raises VersionMismatch: the server speaks another protocol.
         """
-        self.protocol = ClientProtocol(hello)
+        self.protocol = ClientConnection(hello)
         self.send_raw(self.protocol.greeting)
         self.send_raw(self.protocol.greeted(self.receive(deadline)))
 

@@ -31,7 +31,7 @@ from layerflow.system.memfd import SharedMemory
 from layerflow.system.threads import OwnedThread
 from layerflow.system.unix_sockets import has_died, is_here, peer_pidfd
 from layerflow.wire import codec
-from layerflow.wire.client_protocol import ClientProtocol
+from layerflow.wire.client_connection import ClientConnection
 from layerflow.wire.messages import (
     QUIET,
     Attach,
@@ -190,7 +190,7 @@ class Link:
         # The thread that holds this lock may use the socket and call the listener.
         self._turn = threading.Lock()
         self._dealer: zmq.Socket[bytes] | None = None
-        self._protocol: ClientProtocol  # of the dealer
+        self._protocol: ClientConnection  # of the dealer
         self._broken: Exception | None = None
         self.ready = threading.Event()
         self._thread = OwnedThread("layerflow-link", self._run, restart_s=RETRY_S[0])

@@ -263,7 +263,8 @@ class TransferSettings(Section):
     )
     max_inflight_bytes: Size = setting(
         256 << 20,
-        "Most bytes granted at once, over all sessions, until their end is reported; saves take at most half.",
+        "Most bytes in flight, over all sessions; saves take at most half. A quarter is the windows of loads by plan. "
+        "What hosts move to and from the pool behind the arena, and from peers, counts for itself.",
         unit="bytes",
         live=True,
         ge=8 << 10,

@@ -3,6 +3,7 @@
 Every granted batch is charged until its end is reported, whether its lane can move it already or holds it
 until the forward pass has come far enough (a *gated* batch). The sum of what is charged never exceeds
 `max_inflight_bytes`, so a lane that moves a batch as soon as its gate opens needs no further permission.
+What hosts move counts for itself (:mod:`layerflow.flow.host_lane`), and loads by a plan in their worker's window.
 
 Gated batches wait for an engine, which may be slow or stopped; they must not keep others from moving.
 So each direction leaves room for one whole batch that nothing gated may take, and every session gets an

@@ -30,7 +30,8 @@ def sharers(workers: int) -> int:
 
 
 def limits_of(settings: Settings, arena_bytes: int) -> Limits:
-    """The core's limits out of the settings. What waits to be written is pinned: at most half of the arena."""
+    """The core's limits out of the settings. It grants three quarters of the bytes in flight: the windows of loads by
+    plan have the rest. What waits to be written is pinned: at most half of the arena."""
     transfer = settings.transfer
     return Limits(
         prefetch_layers=transfer.prefetch_layers,

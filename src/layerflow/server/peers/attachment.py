@@ -19,7 +19,7 @@ from layerflow.errors import LayerflowError, ProtocolError, RemoteError, Session
 from layerflow.system.descriptors import FOR_CLIENTS, has_room
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
-from layerflow.wire.client_protocol import ClientProtocol, ClientState
+from layerflow.wire.client_connection import ClientConnection, ClientState
 from layerflow.wire.messages import Message
 
 # A server's connection to the control socket of another one: a ZMQ DEALER read from asyncio's own loop.
@@ -202,7 +202,7 @@ class Attachment:
         self.attempts = 0
         self._context, self._max_bytes = context, max_bytes
         self._hello = wire.PeerHello(name, incarnation, os.getpid())
-        self._protocol = ClientProtocol(self._hello, max_bytes=max_bytes)
+        self._protocol = ClientConnection(self._hello, max_bytes=max_bytes)
         self._listener = listener
         self._dealer: Dealer | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -265,7 +265,7 @@ class Attachment:
 
     def _connect(self) -> None:
         self.attempts += 1
-        self._protocol = ClientProtocol(self._hello, max_bytes=self._max_bytes)
+        self._protocol = ClientConnection(self._hello, max_bytes=self._max_bytes)
         try:
             self._dealer = Dealer(
                 self._context,

@@ -1,4 +1,6 @@
-"""Every message of the control protocol, with its number. Numbers are never reused.
+"""Every message of the control protocol, by direction: `to_server`, `to_client`, `peers`. Its `tag` is its number.
+
+Numbers are never reused.
 
 On the wire a message is one msgpack array ``[number, field, field, ...]`` in the order given here.
 Lists of integers travel as little-endian bytes: ``digests`` are 16 bytes each, ``counts``, ``tokens``

@@ -19,12 +19,12 @@ from layerflow.errors import (
 )
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
-from layerflow.wire.client_protocol import (
+from layerflow.wire.client_connection import (
     CONNECTION_LIFE,
     MAX_HEARTBEAT_S,
     MIN_HEARTBEAT_S,
     MIN_LIVENESS_S,
-    ClientProtocol,
+    ClientConnection,
     ClientState,
 )
 
@@ -43,20 +43,20 @@ def peer_welcome(heartbeat_ms: int = 500, liveness_ms: int = 2000) -> wire.PeerW
     return wire.PeerWelcome("0", bytes(16), heartbeat_ms, liveness_ms, 1 << 20, [])
 
 
-def greeted(hello: wire.Hello | wire.PeerHello = HELLO) -> ClientProtocol:
-    protocol = ClientProtocol(hello)
+def greeted(hello: wire.Hello | wire.PeerHello = HELLO) -> ClientConnection:
+    protocol = ClientConnection(hello)
     assert codec.decode_request(protocol.greeted(codec.greeting())) == hello
     return protocol
 
 
-def welcomed(now: float = 100.0, **more: int) -> ClientProtocol:
+def welcomed(now: float = 100.0, **more: int) -> ClientConnection:
     protocol = greeted()
     protocol.receive(codec.encode(welcome(**more)), now)
     return protocol
 
 
 def test_a_client_greets_says_hello_and_is_welcomed() -> None:
-    protocol = ClientProtocol(HELLO)
+    protocol = ClientConnection(HELLO)
     codec.check_greeting(protocol.greeting)
     assert codec.decode_request(protocol.greeted(codec.greeting())) == HELLO
     assert protocol.state is ClientState.HELLO
@@ -101,7 +101,7 @@ def test_a_hello_of_one_that_has_not_greeted_may_be_said_anew() -> None:
 
 def test_another_protocol_and_no_greeting_end_the_connection() -> None:
     for frame, error in ((codec.greeting()[:-1] + b"?", VersionMismatch), (b"HTTP/1.1 400", ProtocolError)):
-        protocol = ClientProtocol(HELLO)
+        protocol = ClientConnection(HELLO)
         with pytest.raises(error):
             protocol.greeted(frame)
         assert protocol.state is ClientState.CLOSED
@@ -117,7 +117,7 @@ def test_a_refused_request_is_a_message_and_a_forgotten_client_begins_anew() -> 
 
 
 def test_a_message_larger_than_wanted_ends_the_connection() -> None:
-    protocol = ClientProtocol(HELLO, max_bytes=200)
+    protocol = ClientConnection(HELLO, max_bytes=200)
     protocol.greeted(codec.greeting())
     protocol.receive(codec.encode(welcome()), 1.0)
     with pytest.raises(ProtocolError, match="limit of 200"):
@@ -156,7 +156,7 @@ def test_what_a_server_tells_of_time_is_bounded(heartbeat_ms: int, liveness_ms: 
 
 @pytest.mark.parametrize("state", [ClientState.GREETING, ClientState.CLOSED])
 def test_nothing_is_received_before_the_greeting_and_after_the_end(state: ClientState) -> None:
-    protocol = ClientProtocol(HELLO)
+    protocol = ClientConnection(HELLO)
     if state is ClientState.CLOSED:
         protocol.close()
     with pytest.raises(InvalidTransition, match=state.value):
@@ -168,7 +168,7 @@ class AnyServer(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.protocol = ClientProtocol(HELLO)
+        self.protocol = ClientConnection(HELLO)
         self.now = self.last = 0.0
         self.state = self.protocol.state
 

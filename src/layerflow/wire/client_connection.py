@@ -3,10 +3,11 @@
 Control clients, the worker's link and servers that read from other servers each have a socket and a way to wait of
 their own. What they have to send and may receive, and in which order, is decided here. A connection goes like this:
 
-1. its owner sends :data:`~ClientProtocol.greeting`,
-2. passes the server's first frame to :meth:`ClientProtocol.greeted`, and sends the hello that this returns,
-3. passes every later frame to :meth:`ClientProtocol.receive`: the first is the welcome, or a refusal,
-4. where it sends heartbeats, sends one at :attr:`ClientProtocol.next_beat`, and asks :meth:`ClientProtocol.silent_s`.
+1. its owner sends :data:`~ClientConnection.greeting`,
+2. passes the server's first frame to :meth:`ClientConnection.greeted`, and sends the hello that this returns,
+3. passes every later frame to :meth:`ClientConnection.receive`: the first is the welcome, or a refusal,
+4. where it sends heartbeats, sends one at :attr:`~ClientConnection.next_beat`, and asks
+   :meth:`~ClientConnection.silent_s`.
 
 Every error ends the connection: a client that is refused, or that the server does not know (any more), begins anew.
 """
@@ -51,7 +52,7 @@ CONNECTION_LIFE = Life(
 )
 
 
-class ClientProtocol:
+class ClientConnection:
     """One connection's. All times are monotonic seconds.
 
     :param hello: whom this client introduces itself as.
