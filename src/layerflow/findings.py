@@ -48,12 +48,12 @@ def ok(check: str, found: str) -> Finding:
 
 
 def warning(check: str, found: str, advice: str) -> Finding:
-    """It works, and not as well as it could or not as the user may think."""
+    """Make a finding: it works, and not as well as it could or not as the user may think."""
     return Finding(check, Severity.WARNING, found, advice)
 
 
 def problem(check: str, found: str, advice: str) -> Finding:
-    """It will not work."""
+    """Make a finding: it will not work."""
     return Finding(check, Severity.PROBLEM, found, advice)
 
 
@@ -174,7 +174,7 @@ def child(code: str, environment: Mapping[str, str] | None = None, timeout_s: fl
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Of ``host:port`` with or without a scheme, as the settings let it through."""
+    """Split ``host:port`` with or without a scheme, as the settings let it through."""
     url = urlsplit(address if "://" in address else f"tcp://{address}")
     return url.hostname or "", url.port or (80 if url.scheme == "http" else 0)
 

@@ -15,7 +15,7 @@ MAX_TAILS = 16
 """Stored tails offered per lookup: more would mean that many prompts differ within one chunk."""
 
 MAX_SHARING = 256
-"""Stored chunks with the prompt's next block that a lookup tries, those that share most first."""
+"""How many stored chunks that share the prompt's next block a lookup tries, those that share most first."""
 
 MAX_TAILS_TRIED = 256
 """Stored tails after one chunk that a lookup tries: hundreds of prompts may differ in what follows the same chunk."""
@@ -234,7 +234,7 @@ def needed_keys(
 
 
 def _usable(spec: ModelSpec, start: int, held: int, tokens: int, shared: int = 0) -> int | None:
-    """Of how many tokens is a hit that ends in an object of `held` tokens after `start` ones? None = of none.
+    """Return of how many tokens a hit is that ends in an object of `held` tokens after `start`; None = of none.
 
     :param shared: of these, the prompt's; 0 = all.
     """
@@ -313,7 +313,7 @@ def _best(
     room: int,
     fits: Callable[[int, int], bool],
 ) -> Iterator[tuple[int, tuple[int, bytes]]]:
-    """Of :func:`_sharing`, those that every group and shard has: one that shares most, and others that may do better.
+    """Return of :func:`_sharing` what every group and shard has: one that shares most, and others that may do better.
 
     Yields tokens shared (0: the object serves a hit as a whole alone), and tokens and digest.
 

@@ -71,7 +71,7 @@ def set_checksum(header: memoryview, checksum: int) -> None:
 
 
 def get_checksum(header: bytes | memoryview) -> int:
-    """Of the payload; 0 = its writer kept none."""
+    """Read the payload's checksum; 0 = its writer kept none."""
     return int(_CHECKSUM.unpack_from(header, CHECKSUM_AT)[0])
 
 

@@ -92,7 +92,7 @@ class Presence:
         return self._may_hold(block + _BLOCK, 0)
 
     def tail_lengths(self, parent: bytes, most: int) -> list[int]:
-        """Of 1 to `most` tokens, longest first: lengths that partial chunks after `parent` may have."""
+        """Return the lengths, of 1 to `most` tokens and longest first, that partial chunks after `parent` may have."""
         lengths: list[int] = []
         last = most // _SPAN
         for mark in self._marks(parent, _SPANS, _SPANS + last):
@@ -101,7 +101,7 @@ class Presence:
         return lengths
 
     def _marks(self, parent: bytes, first: int, last: int) -> list[int]:
-        """Of these marks, the last one first: those for which :meth:`may_hold_tails` is true."""
+        """Return the marks of `first` to `last`, the last one first, for which :meth:`may_hold_tails` is true."""
         # Without numpy: each of its calls costs 10 us where nothing is in the caches; a loop is in them from its second
         # round on. Buckets and tags are those of place_of, but for a tag of 0, which stays: that says "maybe".
         unpack, table, shift = _BUCKET.unpack_from, self._words, 65 - self._buckets.bit_length()

@@ -275,7 +275,7 @@ class Agent:
         return self._steps.saving(request)
 
     def reclaim(self, group_blocks: Sequence[Sequence[int] | np.ndarray], timeout_s: float) -> int:
-        """These engine blocks are about to be overwritten: nothing reads them any more when this returns.
+        """Wait until nothing reads or writes these engine blocks, which are about to be overwritten.
 
         Saves that still read one of them are waited for; those of steps whose forward pass has not ended, or that have
         not ended after `timeout_s`, are cut off: what they had not stored yet is not stored. Call it before the step

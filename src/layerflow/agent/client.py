@@ -337,7 +337,7 @@ class _Release:
 
 
 class Releases:
-    """Of one client. Any thread.
+    """A client's releases of hand-offs, delivered once a server hears them. Any thread.
 
     :ivar unheard: how many were given up before they were said.
     """
@@ -395,12 +395,12 @@ class Releases:
                 release.said = False
 
     def forget(self, name: str) -> None:
-        """Its reader has come for it again."""
+        """Forget a hand-off's release: its reader has come for it again."""
         with self._lock:
             self._releases.pop(name, None)
 
     def close(self) -> None:
-        """Nobody connects any more."""
+        """Give everything up: nobody connects any more."""
         with self._lock:
             self._give_up(len(self._releases), "their engine has hung up")
 
@@ -419,7 +419,7 @@ class Releases:
         self._give_up(sum(1 for _ in over), "their leases have ended them by now")
 
     def _give_up(self, oldest: int, why: str) -> None:
-        """So many."""
+        """Log and count so many releases as given up."""
         names = list(itertools.islice(self._releases, max(0, oldest)))
         unheard = [name for name in names if not self._releases.pop(name).said]
         if unheard:
@@ -521,7 +521,7 @@ class ServerClient:
             pass
 
     def forget(self, number: int) -> None:
-        """Nobody waits for what else is answered to a question."""
+        """Forget a question: nobody waits for what else is answered to it."""
         self._asked.pop(number, None)
 
     def inquiry(self, request: str, chain: Chain, follow: Follow | None, timeout_s: float) -> Inquiry:
@@ -628,7 +628,7 @@ class ServerClient:
             void = self.plans.give(inquiry.request, hit.plan, time.monotonic() + lease_ms / 1e3)
             self.drop_plan(inquiry.request, void)
         else:
-            # What is here of a hit that is not here whole, or of what was seen and is about to be loaded, stays leased.
+            # Keep the lease of a hit that is only partly resident, and of one that is loaded by what the table showed.
             leased = hit.tokens > 0 if wanted else inquiry.state is InquiryState.TAKEN
             self.drop_plan(inquiry.request, found.plan, lease_ms if leased else 0)
         if wanted and found.tails and not hit.tokens:

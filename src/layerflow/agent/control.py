@@ -186,7 +186,7 @@ class Control:
             self._client.tell(EndHandoff(handoff, tokens, reason))
 
     def release_handoff(self, handoff: str, servers: Sequence[str] = ()) -> None:
-        """Nobody needs it any more. Where the server is away it hears of it when this client is next connected.
+        """Release a hand-off. A server that is away hears of it when this client is next connected.
 
         The last 4096 are kept for that, for 30 s each; what is given up is logged, and counted as
         :attr:`unheard_releases`.

@@ -96,7 +96,7 @@ class LoadPolicy:
         return mode
 
     def _loaded_bytes(self, hit: int) -> int:
-        """Of a hit of `hit` tokens, all layers: a window or a state is no larger for a longer hit."""
+        """Return the bytes of a hit of `hit` tokens, all layers: a window or a state is no larger for a longer hit."""
         return sum(
             block * (-(-hit // rules.block_size) - rules.first_token(hit) // rules.block_size)
             for rules, block in self._groups

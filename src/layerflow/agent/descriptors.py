@@ -181,7 +181,7 @@ def without_tails(parts: Sequence[PartDescriptor]) -> list[PartDescriptor]:
 
 
 def with_more(parts: Sequence[PartDescriptor]) -> list[PartDescriptor]:
-    """These loads, whose plans are used in another step as well, which each worker opens after theirs."""
+    """Return these loads as ones whose plans another step uses as well, which each worker opens after theirs."""
     return [
         replace(part, places=replace(part.places, more=True)) if part.places is not None else part for part in parts
     ]

@@ -419,7 +419,7 @@ class Link:
 
 
 def _pidfd(connection: socket.socket) -> int:
-    """Of the server; -1: that it has ended will never be known. It is in another pid namespace, or in this process."""
+    """Open a pidfd of the server; -1 = its end is never known: it is in another pid namespace, or in this process."""
     if is_here(connection):
         return -1
     try:

@@ -4,8 +4,8 @@ Questions and answers pass on the scheduler's own thread: handing them to anothe
 connecting happens elsewhere. A prompt of which nothing is stored is not even asked about. A server that is away, or
 has not answered in time, has nothing.
 
-Who can make up for a load that fails need not wait for the answer either: what the server's table shows is taken for
-it, and the lease follows a moment later. In between, eviction may take what was seen.
+An engine that can recompute failed blocks may use the presence table's answer at once. The server's lease arrives
+later; until then an object may be evicted.
 """
 
 from __future__ import annotations

@@ -234,7 +234,7 @@ class KnownArena:
 
     @property
     def copier(self) -> Copier:
-        """Of the load lane."""
+        """The load lane's copier."""
         return self.access.copiers[0]
 
 
@@ -260,7 +260,7 @@ class Arenas:
         return self._known.get(incarnation)
 
     def abandoned(self, incarnation: int) -> KnownArena | None:
-        """Its server has hung up."""
+        """Note that an arena's server has hung up. Return the arena; None = it is not mapped."""
         arena = self._known.get(incarnation)
         if arena is not None:
             arena.owner = Owner.UNKNOWN

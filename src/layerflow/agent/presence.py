@@ -130,7 +130,7 @@ class _SeenKeys:
         return ()
 
     def tails(self, parent: bytes, most: int, *, undigested: bool) -> list[tuple[int, bytes]]:
-        """Those that the prompt itself goes on with."""
+        """Return the tails that the prompt itself goes on with."""
         table, chain = self._table, self._chain
         if not table.may_hold_tails(parent):
             return []

@@ -59,7 +59,7 @@ class Shard(msgspec.Struct, frozen=True, cache_hash=True):
 
     @property
     def workers(self) -> int:
-        """Of one instance of the model."""
+        """How many workers one instance of the model has."""
         return self.tp_size * self.pp_size
 
     def heads_of(self, group: int) -> int:

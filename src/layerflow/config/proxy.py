@@ -170,7 +170,7 @@ class ProxySettings(Section):
 
     @property
     def origins(self) -> tuple[str, ...]:
-        """Of `allowed_origins`."""
+        """Return the origins of `allowed_origins`."""
         return tuple(re.findall(r"[^,\s]+", self.allowed_origins))
 
     @field_validator("admin_socket")

@@ -168,7 +168,7 @@ class CpuDevice:
         return CpuEvent(done=True)
 
     def seconds_between(self, first: object, last: object) -> None:
-        """Its events know no time."""
+        """Return None: the cpu's events know no time."""
 
     def wait(self, event: DeviceEvent) -> None:
         """Block until `event` is set."""

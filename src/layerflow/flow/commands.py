@@ -173,7 +173,7 @@ class RoomFreed:
 
 @dataclass(frozen=True, slots=True)
 class LayersStored:
-    """So many leading layers of all that is left of a leased follow are stored."""
+    """Tell a reader at another server that so many leading layers of what is left of a follow are stored."""
 
     transfer: int
     layers: int
@@ -188,7 +188,7 @@ class WriteBegun:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """These objects of a write are published at the backend."""
+    """Tell that these objects of a write are published at the backend."""
 
     write: int
     objects: tuple[int, ...]

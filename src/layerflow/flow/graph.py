@@ -200,7 +200,7 @@ class Cursor:
         return not self.byte_at and self.at == self.spans[0][0]
 
     def permit(self, layers: int) -> None:
-        """So many layers are in the arena."""
+        """Let so many layers be granted: they are in the arena."""
         self.limit = layers
         if layers == len(self.transfer.shape.layers):
             self.incoming = 0
@@ -366,7 +366,7 @@ class Transfer:
         return low if first is None else min(low, bisect_left(self.shape.layers, first.layer))
 
     def first_open_layer(self) -> int:
-        """So many layers of the group have nothing left to be granted."""
+        """Return how many leading layers of the group have nothing left to be granted."""
         if not self.pending:
             return len(self.shape.layers)
         if len(self.job.cursors) == 1:
@@ -720,7 +720,7 @@ class Incoming:
         return self.moving
 
     def layers_ready(self, objects: Sequence[int]) -> int:
-        """So many leading layers of all these (ascending, none of them lost) may be loaded."""
+        """Return how many leading layers of all these (ascending, none of them lost) may be loaded."""
         raise NotImplementedError
 
     def coming(self, index: int) -> bool:
@@ -803,7 +803,7 @@ class Follow(Incoming):
         return self.leased
 
     def layers_ready(self, objects: Sequence[int]) -> int:
-        """So many leading layers are stored.
+        """Return how many leading layers are stored.
 
         The last one counts once the save is published: until then all of it may turn out to be computed from a load
         that failed.
@@ -869,7 +869,7 @@ class Fetch(HostTransfer, Incoming):
         return nearest
 
     def layers_ready(self, objects: Sequence[int]) -> int:
-        """So many leading layers of all these (ascending) have moved."""
+        """Return how many leading layers of all these (ascending) have moved."""
         layers = self.index + (objects[-1] < self.at)
         for call in self.calls.values():
             first = bisect_left(objects, call.lo)

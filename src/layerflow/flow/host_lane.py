@@ -89,7 +89,7 @@ class HostLane(Generic[T]):
         self.began = -math.inf
 
     def client(self, name: str) -> Client:
-        """Who transfers are for; remembered for as long as there are any."""
+        """Return whom transfers are for; remembered for as long as there are any."""
         return self.clients.setdefault(name, Client(name))
 
     def add(self, transfer: T) -> None:

@@ -114,7 +114,7 @@ class HostTransfer:
             self.index, self.at = extent.layer_hi, 0
 
     def lose(self, objects: Sequence[int]) -> None:
-        """These move no further."""
+        """Move these objects no further."""
         self.lost.update(objects)
         for index in objects:
             self.layer_bytes -= self.objects[index].layer_bytes

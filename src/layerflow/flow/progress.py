@@ -177,7 +177,7 @@ def _drop_blocks(job: TransferJob, transfer: Transfer, holes: list[Span]) -> Non
 
 
 def cancel_save_parts(state: State, step: Step, positions: Iterable[int], reason: str, out: list[Command]) -> None:
-    """These save parts will never be published; they are revoked once no batch touches them."""
+    """Cancel save parts, which will never be published; they are revoked once no batch touches them."""
     job = step.saves
     if job is None or not job.open:
         return
@@ -208,7 +208,7 @@ def invalidate_saves(state: State, step: Step, load_positions: Iterable[int], re
 
 
 def fail_loads(state: State, job: TransferJob, positions: Iterable[int], reason: str, out: list[Command]) -> None:
-    """These load parts will not arrive: report each whole (less what was reported before), grant no further."""
+    """Fail load parts: report each whole (less what was reported before), grant no further."""
     fresh = cancel_parts(state, job, positions)
     for position in fresh:
         lo, hi = job.transfer_of(position).span(position)
@@ -328,7 +328,7 @@ def abort(state: State, steps: Iterable[Step], request: str, out: list[Command])
 
 
 def batch_done(state: State, event: BatchDone, out: list[Command], *, by_plan: bool = False) -> None:
-    """Its bytes are in place.
+    """Take the end of a batch whose bytes are in place.
 
     :param by_plan: the end of planned loads, of which no batch was granted.
     """
@@ -345,7 +345,7 @@ def batch_done(state: State, event: BatchDone, out: list[Command], *, by_plan: b
 
 
 def batch_failed(state: State, event: BatchFailed, out: list[Command]) -> None:
-    """Its bytes are not all in place: the parts it carried fail, and nobody else's."""
+    """Take the end of a batch whose bytes are not all in place: the parts it carried fail, and nobody else's."""
     batch = _take_out(state, event)
     if batch is None:
         return
@@ -408,7 +408,7 @@ def _after_batch(state: State, batch: InFlightBatch, out: list[Command]) -> None
 
 
 def lose_session(state: State, session: Session, out: list[Command]) -> None:
-    """Nobody is left who could touch its memory or write its objects: all that is unfinished goes back at once."""
+    """End a session whose worker can touch nothing any more: all that is unfinished goes back at once."""
     del state.sessions[session.number]
     state.budget.sessions -= 1
     state.budget.regrown = True
@@ -480,7 +480,7 @@ def track_worker_driven(state: State, job: TransferJob) -> None:
 
 
 def loads_moved(state: State, event: LoadsMoved, out: list[Command]) -> None:
-    """They have ended; what failed has failed block by block.
+    """Take the end of loads that their worker has moved; what failed has failed block by block.
 
     :raises InvalidTransition: the step's loads are not the worker's to move, or cannot have ended so.
     """

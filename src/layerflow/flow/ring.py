@@ -11,7 +11,7 @@ from layerflow.flow.graph import Session
 
 
 class Queued(Protocol):
-    """Who shares a link: sessions, and the engines that a host moves objects for. See :class:`Ring`."""
+    """One that shares a link: a session, or an engine that a host moves objects for. See :class:`Ring`."""
 
     credit: list[int]
     queued: list[bool]
@@ -21,7 +21,7 @@ Q = TypeVar("Q", bound=Queued)
 
 
 class Ring(Generic[Q]):
-    """Who may have permitted work, in one direction or on one hop; whose turn it is comes first in `queue`."""
+    """Those that may have permitted work, in one direction or on one hop; whose turn it is comes first in `queue`."""
 
     __slots__ = ("_direction", "queue")
 

@@ -88,7 +88,7 @@ def commit_write(state: State, save: Transfer, out: list[Command]) -> None:
 
 
 def lose_parts(state: State, save: Transfer, parts: Collection[int], reason: str, out: list[Command]) -> None:
-    """These parts of a save are never published: neither are their objects at the backend."""
+    """Cancel the writes of save parts that are never published."""
     write = save.write
     if write is not None and parts:
         _lose(state, write, [index for index in write.unfinished() if write.parts[index] in parts], reason, out)

@@ -29,11 +29,11 @@ class BackendError(Exception):
 
 
 class Unreachable(BackendError):
-    """It does not answer now; the host tries again."""
+    """The backend does not answer now; the host tries again."""
 
 
 class Unusable(BackendError):
-    """It cannot work as it is configured or installed; trying again would not help."""
+    """The backend cannot work as it is configured or installed; trying again would not help."""
 
 
 def pool_name(key: bytes) -> str:

@@ -517,7 +517,7 @@ class WriteLane(TransferLane[Write | Push | Drop | EndWrite]):
 
 @dataclass(frozen=True, slots=True)
 class Hide:
-    """These objects' bytes were found broken: 24-byte keys."""
+    """Hide objects whose bytes were found broken: 24-byte keys."""
 
     keys: Sequence[bytes]
 

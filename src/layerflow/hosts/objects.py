@@ -89,7 +89,7 @@ class IndexReporter:
             self._attached = True
 
     def again(self) -> None:
-        """It can be used again after it could not."""
+        """Tell that the backend can be used again after it could not."""
         with self._lock:
             self._tell(self._up)
 
@@ -102,7 +102,7 @@ class IndexReporter:
                 self._say_held(entries)
 
     def gone(self, keys: Sequence[bytes]) -> None:
-        """These have left the backend. Any thread."""
+        """Tell that these have left the backend. Any thread."""
         with self._lock:
             if not self._attached:
                 self._gone_early |= set(keys)

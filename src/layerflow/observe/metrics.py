@@ -241,7 +241,7 @@ class Metrics:
         self._reasons: dict[Counter, set[str]] = {}
 
     def sessions(self, count: int, bound: Mapping[str, int] = MappingProxyType({})) -> None:
-        """So many engine workers are attached now.
+        """Set how many engine workers are attached.
 
         :param bound: by kind, how many of their models' cache groups only workers of the same tensor size can read.
         """
@@ -332,7 +332,7 @@ class Metrics:
             self._lag_max.set(seconds)
 
     def limits(self, limits: Limits) -> None:
-        """These caps hold from now on."""
+        """Set the caps that hold from now on."""
         self._limit_layers.set(limits.prefetch_layers)
         self._limit_blocks.set(limits.max_transfer_blocks)
         self._limit_bytes.set(limits.max_transfer_bytes)

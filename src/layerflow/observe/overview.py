@@ -34,7 +34,7 @@ class Overview:
 
 
 def overview(found: Mapping[str, Any]) -> Overview:
-    """Of what ``/status`` says."""
+    """Lay out what ``/status`` says."""
     sessions = found.get("sessions") or []
     workers = [session for session in sessions if session.get("memory")]
     words = [
@@ -82,7 +82,7 @@ def _name_of(session: Mapping[str, Any]) -> str:
 
 
 def _worker(session: Mapping[str, Any], sessions: list[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Its row. What its engine's scheduler looked up stands in the row of each of its workers."""
+    """Return a worker's row. What its engine's scheduler looked up stands in the row of each of its workers."""
     model = str(session.get("model") or NOTHING).rstrip("/").rpartition("/")[2]
     same = [each for each in sessions if each.get("engine") == session.get("engine")]
     asked = sum(each.get("lookup_tokens", 0) for each in same)

@@ -16,7 +16,7 @@ PERIOD_S: Final = 1.0
 
 
 class WorkerLike(Protocol):
-    """Of a session, what a line says."""
+    """What a line says of a session."""
 
     @property
     def number(self) -> int: ...

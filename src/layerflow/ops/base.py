@@ -53,12 +53,12 @@ class MappedArena(Protocol):
 
     @property
     def address(self) -> int:
-        """Its first byte."""
+        """The region's first byte."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Its length."""
+        """The region's length in bytes."""
         ...
 
     @property

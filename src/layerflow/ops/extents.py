@@ -93,7 +93,7 @@ _own: dict[int, tuple[GroupSpec, tuple[_PlanePart, ...], int]] = {}
 
 
 def _own_parts(number: int, spec: GroupSpec) -> tuple[tuple[_PlanePart, ...], int, int]:
-    """Of objects of the worker's own box: their parts, and twice the bytes of a block, here and stored."""
+    """Return the parts of objects of the worker's own box, and twice the bytes of a block, here and stored."""
     known = _own.get(id(spec))
     if known is None or known[0] is not spec:
         parts = _plane_parts(number, spec, None)

@@ -118,7 +118,7 @@ class Covering(Protocol):
         ...
 
     def sources(self, key: bytes, there: Callable[[bytes], bool]) -> list[tuple[Box, bytes]]:
-        """Of those that can be had, some that together cover this one; none if something is missing.
+        """Return, of those that can be had, some that together cover this one; none if something is missing.
 
         Boxes are those that keys tell, see :meth:`layerflow.boxes.Box.of_layers`.
         """
@@ -217,7 +217,7 @@ class Pool(Protocol):
         ...
 
     def owners(self) -> list[Owner]:
-        """Who pins something."""
+        """Return everyone who pins something."""
         ...
 
     def pinned_by(self, owner: Owner) -> int:
@@ -253,7 +253,7 @@ class Pool(Protocol):
         ...
 
     def writer(self, key: bytes) -> Owner | None:
-        """Who has reserved room for an object that is not complete."""
+        """Return who has reserved room for an object that is not complete."""
         ...
 
     def room(self, key: bytes) -> Located | None:

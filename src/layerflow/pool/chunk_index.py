@@ -61,7 +61,7 @@ class ChunkIndex:
                 self._forget(next(iter(self._digested)))
 
     def discard(self, key: bytes, tokens: int, parent: bytes = b"", block_digests: bytes = b"") -> None:
-        """It is gone; parameters as it was added with."""
+        """Remove one; parameters as it was added with."""
         if parent:
             lengths = self._tails[parent]
             siblings = lengths[tokens, bool(block_digests)]

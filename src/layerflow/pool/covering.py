@@ -181,7 +181,7 @@ class CoveringPool(MemoryPool):
         return whole[0]._replace(pieces=pieces)
 
     def _sources(self, key: bytes) -> list[tuple[Box, bytes]]:
-        """Those in the arena."""
+        """Return the sources that are in the arena."""
         return self.sources(key, self._directory.ready.__contains__)
 
     def _others(self, key: bytes) -> list[tuple[Box, bytes]]:

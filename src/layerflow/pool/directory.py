@@ -260,7 +260,7 @@ class Directory:
         return dropped, idle
 
     def owners(self) -> list[Owner]:
-        """Who pins something."""
+        """Return everyone who pins something."""
         return list(self._pins)
 
     def held(self) -> Iterator[int]:
@@ -287,7 +287,7 @@ class Directory:
         return idle
 
     def _within(self, most: float, entries: Sequence[DirectoryEntry]) -> Sequence[DirectoryEntry]:
-        """Those that can be pinned while all pins stay within `most` bytes: what is pinned already costs nothing."""
+        """Return those that can be pinned while pins stay within `most` bytes: what is pinned already costs nothing."""
         left = most - self.pinned_bytes
         if left >= sum([entry.room for entry in entries]):
             return entries

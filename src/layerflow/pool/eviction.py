@@ -62,7 +62,7 @@ class _Queue(Generic[ItemT]):
             item = item.after
 
     def append(self, items: Collection[ItemT]) -> None:
-        """These are the last, in this order."""
+        """Add these last, in this order."""
         ends = self._ends
         last = ends.before
         for item in items:
@@ -72,7 +72,7 @@ class _Queue(Generic[ItemT]):
         self._length += len(items)
 
     def push_first(self, item: ItemT) -> None:
-        """It goes before all others."""
+        """Put one before all others."""
         ends = self._ends
         item.before, item.after = ends, ends.after
         ends.after.before = item
@@ -80,7 +80,7 @@ class _Queue(Generic[ItemT]):
         self._length += 1
 
     def remove(self, items: Collection[ItemT]) -> None:
-        """These, which are in it, leave."""
+        """Remove these, which are in it."""
         for item in items:
             before, after = item.before, item.after
             before.after, after.before = after, before
@@ -126,14 +126,14 @@ class S3Fifo(Generic[ItemT]):
         self.unpark((item,))
 
     def use(self, items: Iterable[ItemT]) -> None:
-        """These objects were read."""
+        """Note that these objects were read."""
         for item in items:
             uses = item.uses
             if uses < MAX_USES:
                 item.uses = uses + 1
 
     def park(self, items: Collection[ItemT]) -> None:
-        """These objects may not be evicted (they are pinned), or are no longer there."""
+        """Take out objects that may not be evicted (they are pinned), or are no longer there."""
         small = [item for item in items if not item.proven]
         main = [item for item in items if item.proven] if len(small) < len(items) else []
         self._small.remove(small)
@@ -143,7 +143,7 @@ class S3Fifo(Generic[ItemT]):
         self._uncount(items)
 
     def unpark(self, items: Collection[ItemT]) -> None:
-        """These objects may be evicted again, last of their queues."""
+        """Let these objects be evicted again, last of their queues."""
         small = [item for item in items if not item.proven]
         main = [item for item in items if item.proven] if len(small) < len(items) else []
         self._small.append(small)

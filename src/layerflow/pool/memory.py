@@ -44,7 +44,7 @@ MANY = 48
 
 
 class Headers:
-    """Those of one arena.
+    """The headers of one arena's objects.
 
     :param view: its bytes.
     """
@@ -77,7 +77,7 @@ class Headers:
         self._dirty = max(self._dirty, offset + room)
 
     def overwritten(self, entries: Sequence[DirectoryEntry]) -> list[bytes]:
-        """Of these complete objects, the keys of those whose header is not theirs any more."""
+        """Return the keys of those of these complete objects whose header is not theirs any more."""
         if len(entries) >= MANY and self._are_all(entries):
             return []
         view = self._view
@@ -333,7 +333,7 @@ class MemoryPool:
         self._settle(self._directory.unpin(owner, keys))
 
     def owners(self) -> list[Owner]:
-        """Who pins something."""
+        """Return everyone who pins something."""
         return self._directory.owners()
 
     def pinned_by(self, owner: Owner) -> int:
@@ -431,7 +431,7 @@ class MemoryPool:
                 self._directory.adopt(entry, by)
 
     def writer(self, key: bytes) -> Owner | None:
-        """Who has reserved room for an object that is not complete."""
+        """Return who has reserved room for an object that is not complete."""
         entry = self._directory.writing.get(key)
         return entry.writer if entry is not None else None
 
@@ -523,7 +523,7 @@ class MemoryPool:
         return len(entries)
 
     def _settle(self, idle: list[DirectoryEntry]) -> None:
-        """These lost their last pin: they may be evicted, and what is hidden goes."""
+        """Let objects that lost their last pin be evicted, and drop those of them that are hidden."""
         stored = [entry for entry in idle if entry.state is not ObjectState.HIDDEN]
         self._policy.unpark(stored)
         if len(stored) < len(idle):

@@ -31,7 +31,7 @@ _RETRIED = 32  # one request in so many goes the slower way, so that its figure 
 
 
 class RequestRoute(Enum):
-    """Who computes a prompt."""
+    """Which engines compute a prompt."""
 
     APART = "apart"
     ALONE = "alone"

@@ -42,7 +42,7 @@ class Resolver:
         self._asked: dict[str, asyncio.Future[set[IpAddress]]] = {}
 
     async def addresses(self, names: Iterable[str], within_s: float) -> dict[str, set[IpAddress]]:
-        """Those of each name, side by side; none where it has none.
+        """Return the addresses of each name, side by side; none where it has none.
 
         :raises TimeoutError: one of them was not resolved in time.
         """

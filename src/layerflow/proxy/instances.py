@@ -43,7 +43,7 @@ class BreakerState(Enum):
 
 
 class Breaker:
-    """Of one engine. The proxy's event loop owns it.
+    """One engine's circuit breaker. The proxy's event loop owns it.
 
     :param failures: so many in a row open it.
     :param open_s: how long it stays open before one request may try the engine.
@@ -162,7 +162,7 @@ class Instance:
         return self.configured_servers or self._told_servers
 
     def tell_servers(self, servers: tuple[str, ...]) -> None:
-        """Its answer has named them; () = it has named none."""
+        """Note the servers that an engine's answer has named; () = it has named none."""
         self._told_servers = servers or self._told_servers
 
     async def ask(
@@ -310,7 +310,7 @@ def prompt_bytes(body: Body, prompt: bytes) -> bytes:
 
 
 def _text(start: bytes) -> str:
-    """Of a text's JSON that may end anywhere. :raises msgspec.DecodeError: it is none."""
+    """Return the text of a JSON string that may end anywhere. :raises msgspec.DecodeError: it is none."""
     whole = start[-1:] == b'"'
     for cut in range(_LONGEST_ESCAPE):
         try:
@@ -331,7 +331,7 @@ def _canonical(raw: bytes) -> bytes:
 
 
 def digests(content: bytes) -> list[int]:
-    """Of each beginning that ends at a block, shortest first; at most :data:`MAX_BLOCKS`."""
+    """Return the digest of each beginning that ends at a block, shortest first; at most :data:`MAX_BLOCKS`."""
     found: list[int] = []
     before = 0
     for number in range(min(len(content) // BLOCK_BYTES, MAX_BLOCKS)):
@@ -423,7 +423,7 @@ class Registry:
         return made
 
     def remove(self, role: Role, url: str) -> Instance:
-        """It gets no more requests. :raises ProxyError: 404, there is none."""
+        """Send an engine no more requests. :raises ProxyError: 404, there is none."""
         instance = self._instances.pop((role, url), None)
         if instance is None:
             known = ", ".join(instance.url for instance in self.of(role)) or "none"

@@ -307,7 +307,7 @@ class PrefillUsage:
         self._expected += 1
 
     def settle(self, cached: int | None) -> None:
-        """It has ended; None: it failed, or does not say (vLLM without ``--enable-prompt-tokens-details``)."""
+        """Note a prefill's end; None: it failed, or does not say (vLLM without ``--enable-prompt-tokens-details``)."""
         if cached is not None:
             self._cached = (self._cached or 0) + cached
         self._expected -= 1

@@ -70,7 +70,7 @@ class Allowance:
 
 
 class Account:
-    """Of one client.
+    """One client's account.
 
     :ivar nbytes: that the client makes the server keep. :ivar most: that it ever did.
     """
@@ -146,7 +146,7 @@ class Account:
 
 
 class Accounts:
-    """Of all clients of a server, by the address that each is known by.
+    """The accounts of all clients of a server, by the address that each is known by.
 
     :ivar nbytes: that all of them make the server keep.
     """

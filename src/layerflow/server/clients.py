@@ -157,7 +157,7 @@ class ClientSession(Session):
 
     @property
     def labels(self) -> tuple[str, str]:
-        """Its engine and model, for metrics."""
+        """The session's engine and model, for metrics."""
         return self.name, self.spec.name if self.spec is not None else ""
 
 
@@ -308,7 +308,7 @@ MAX_GREETED = 1024
 
 
 class Clients:
-    """Who may talk to the server.
+    """Those that may talk to the server.
 
     :param fd_server_path: where clients of this machine fetch shared memory.
     :param send: queue a message for a session.
@@ -438,7 +438,7 @@ class Clients:
             self._lose_session(session, "hung_up")
 
     def hung_up(self, token: bytes) -> None:
-        """Its process lives, and may write to what it has mapped: what it has reserved and pinned stays."""
+        """A client's process lives, and may write to what it has mapped: what it has reserved and pinned stays."""
         session = self._sessions.holding(token)
         if session is not None:
             session.silent = True
@@ -446,7 +446,7 @@ class Clients:
             self._suspect(session)
 
     def gone(self, token: bytes, why: str) -> None:
-        """Its connection at the fd server has ended, and with it what of its process could touch memory."""
+        """A client's connection at the fd server has ended, and with it what of its process could touch memory."""
         session = self._sessions.holding(token)
         if session is None:
             return

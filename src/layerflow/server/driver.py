@@ -311,7 +311,7 @@ class Driver:
 
 
 FIRST_BATCHES = 4
-"""Of an event. They leave before the others are made out, at some 10 us each: a load begins so much earlier."""
+"""Batches that are sent before the rest of an event's are built, at some 10 us each: the first load starts earlier."""
 
 _REFILLS = (BatchDone, FrontierReached)
 """Events that make room for further batches of a load: its lane has some left, or tells in time."""

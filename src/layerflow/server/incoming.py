@@ -71,7 +71,7 @@ class IncomingJob:
 
     @property
     def owner(self) -> Owner:
-        """Who has the room of what a fetch brings, and of what a follow was to take and nobody stores."""
+        """The owner of the room of what a fetch brings, and of what a follow was to take and nobody stores."""
         return (self.source.name, self.number)
 
 
@@ -85,7 +85,7 @@ class IncomingObject(NamedTuple):
 
 
 class IncomingSource:
-    """Who brings objects.
+    """One that brings objects.
 
     :ivar name: of whoever reserves their room.
     """
@@ -166,7 +166,7 @@ class IncomingObjects:
             job.source.job_over(job)
 
     def _arrived(self, job: IncomingJob, command: Arrived) -> None:
-        """They are in the arena, whole: pinned for whoever has leased them, and for the steps that load them."""
+        """Pin what is whole in the arena, for whoever has leased it and for the steps that load it."""
         keys = [job.keys[position] for position in command.objects]
         for owner, lease in job.leases.items():
             self.pool.hold([key for key in keys if key in lease.keys], owner, lease.until, lease=not lease.lent)
@@ -176,7 +176,7 @@ class IncomingObjects:
         self._leave(keys)
 
     def _leave(self, keys: Sequence[bytes]) -> None:
-        """These are not on their way any more."""
+        """Note that these are not on their way any more."""
         for key in keys:
             self.coming.pop(key, None)
         if self._waiting:
@@ -241,12 +241,12 @@ class IncomingObjects:
             self.emit([event for job in list(jobs) for event in self._drop(job, owner, keys)])
 
     def drop_leases(self, belongs: Callable[[Owner], bool]) -> None:
-        """These owners are gone: they want nothing any more."""
+        """Drop what owners have leased that are gone."""
         for owner in [owner for owner in self._leased if belongs(owner)]:
             self.drop_lease(owner)
 
     def lease_owners(self) -> set[Owner]:
-        """Who has leased something that is on its way."""
+        """Return everyone who has leased something that is on its way."""
         return set(self._leased)
 
     def _drop(
@@ -441,16 +441,16 @@ class FollowJob(IncomingJob):
 
 
 class LentListener(Protocol):
-    """Who lends objects that are being stored. Called on the loop."""
+    """One that lends objects that are being stored. Called on the loop."""
 
     def lent_stored(self, owner: Owner, keys: Sequence[bytes], layers: int) -> None:
-        """So many leading layers are stored of these, which were lent to `owner`."""
+        """So many leading layers are stored of objects that were lent to `owner`."""
 
     def lent_whole(self, owner: Owner, keys: Sequence[bytes]) -> None:
-        """These are complete, and are pinned for `owner` before anything else is done."""
+        """Objects are complete, and are pinned for `owner` before anything else is done."""
 
     def lent_lost(self, owner: Owner, keys: Sequence[bytes], reason: str) -> None:
-        """These will not be complete."""
+        """Objects will not be complete."""
 
 
 class Follows(IncomingSource):
@@ -564,7 +564,7 @@ class Follows(IncomingSource):
         return events
 
     def withdraw(self, keys: Sequence[bytes], owner: Owner, reason: str) -> None:
-        """Nobody will store these, for which `owner` has room: it returns once no load touches it."""
+        """Take back the room of objects that nobody will store: it returns once no load touches it."""
         pool = self._incoming.pool
         free = [key for key in keys if key not in self._held]
         if free:
@@ -604,7 +604,7 @@ class Follows(IncomingSource):
     # ---------------------------------------------------------------------------------------------
 
     def _lent_of(self, job: FollowJob, keys: Sequence[bytes]) -> Iterator[tuple[Owner, list[bytes]]]:
-        """Of each lease of a job, those of these keys that are its."""
+        """Yield whom a job is lent to, and those of these keys that it was lent."""
         for owner, lease in list(job.leases.items()):
             if mine := [key for key in keys if key in lease.keys]:
                 yield owner, mine

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def step_owner(session: int, step: int) -> tuple[str, int, int]:
-    """Who pins what a step loads, and has the room for what it saves."""
+    """The owner of the pins of what a step loads, and of the room for what it saves."""
     return ("step", session, step)
 
 

@@ -46,17 +46,17 @@ class PinnedHit:
 
     @property
     def owner(self) -> Owner:
-        """Who pins its objects."""
+        """The owner of the plan's pins."""
         return plan_owner(self.engine, self.number)
 
 
 def lease_owner(engine: str, request: str) -> tuple[str, str, str]:
-    """Who pins what a lookup has leased."""
+    """The owner of the pins of what a lookup has leased."""
     return ("lease", engine, request)
 
 
 def lookup_owner(engine: str, request: str, asker: int, number: int) -> tuple[str, str, str, int, int]:
-    """Who pins what a lookup has leased until it is answered: ranks of one engine may ask for a request side by side.
+    """The owner of these pins until the lookup is answered: ranks of one engine may ask for a request side by side.
 
     It begins as :func:`lease_owner` does: the engine's leases are dropped together.
     """
@@ -69,7 +69,7 @@ def is_lease_of(engine: str, owner: Owner) -> bool:
 
 
 def plan_owner(engine: str, number: int) -> tuple[str, str, int]:
-    """Who pins what a plan names."""
+    """The owner of the pins of what a plan names."""
     return ("plan", engine, number)
 
 
@@ -110,7 +110,7 @@ class PinnedHits:
             self._leave(self._plans[number], worker)
 
     def drop(self, engine: str, number: int, until: float | None = None) -> None:
-        """It is not used; with `until`, its objects stay leased for the request until then."""
+        """End a plan that is not used; with `until`, its objects stay leased for the request until then."""
         plan = self._plans.get(number)
         if plan is not None and plan.engine == engine:
             self._end(plan, until)

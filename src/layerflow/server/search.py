@@ -185,7 +185,7 @@ async def ask_tier(
 
 
 def with_alternatives(covering: Covering | None, keys: Iterable[bytes]) -> list[bytes]:
-    """These keys, each once, and after them those that may stand in for them."""
+    """Return these keys, each once, and after them those that may stand in for them."""
     own = list(keys)
     if covering is None:
         return own

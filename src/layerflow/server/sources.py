@@ -1,6 +1,6 @@
 """Where objects come from that are not in the arena: the tier behind it, and peers. One for those who look up and load.
 
-Of what both have, the tier's is taken. What steps save goes to the tier alone.
+An object that the tier and a peer both have is read from the tier. Saves are written to the tier only.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Sources:
         )
 
     def committed(self, step: StepKey, keys: Sequence[bytes]) -> None:
-        """These are whole in the arena."""
+        """Note that these are whole in the arena."""
         if self.tier is not None:
             self.tier.committed(step, keys)
 

@@ -198,7 +198,7 @@ class SharedMemory:
             _populate_piece(array[at : min(at + POPULATE_PIECE_BYTES, end)], self.writable)
 
     def missing_bytes(self, start: int, stop: int) -> int:
-        """Of bytes ``start:stop``: what the machine has no pages for yet. Reserved huge pages miss nothing."""
+        """Return how many of bytes ``start:stop`` have no pages yet. Reserved huge pages miss nothing."""
         if self.page_bytes > mmap.PAGESIZE:
             return 0
         begin = start // mmap.PAGESIZE * mmap.PAGESIZE
@@ -259,7 +259,7 @@ def _advise_huge(mapping: mmap.mmap) -> None:
 
 
 def _seal_for_readers(fd: int) -> None:
-    """Nobody can map it for writing from here on. Kernels that lack this seal say EINVAL; its readers map read-only."""
+    """Let nobody map it for writing from here on. Kernels that lack this seal say EINVAL; its readers map read-only."""
     try:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
     except OSError as error:

@@ -50,7 +50,7 @@ class OwnedThread:
 
     @property
     def name(self) -> str:
-        """Of the thread."""
+        """The thread's name."""
         return self._thread.name
 
     @property

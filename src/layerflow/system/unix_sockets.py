@@ -19,7 +19,7 @@ _CREDENTIALS = struct.Struct("@iII")
 
 
 def peer_user(connection: socket.socket) -> int:
-    """Its user's id."""
+    """Return the user id at the other end."""
     return _credentials(connection)[1]
 
 
@@ -29,7 +29,7 @@ def peer_user_is_own(connection: socket.socket) -> bool:
 
 
 def peer_process(connection: socket.socket) -> int:
-    """Its number; 0 = it is in a pid namespace that this process does not see."""
+    """Return the process at the other end; 0 = it is in a pid namespace that this process does not see."""
     return _credentials(connection)[0]
 
 

@@ -117,7 +117,7 @@ class Push(msgspec.Struct, tag="push", frozen=True):
 
 
 class Drop(msgspec.Struct, tag="drop", frozen=True):
-    """These objects of write `id` (u32 positions) will not be finished."""
+    """Drop these objects of write `id` (u32 positions): they will not be finished."""
 
     id: int
     positions: bytes
@@ -225,7 +225,7 @@ class Indexed(msgspec.Struct, tag="held", frozen=True):
 
 
 class Evicted(msgspec.Struct, tag="gone", frozen=True):
-    """These have left a backend with an index."""
+    """Tell that these have left a backend with an index."""
 
     keys: bytes
 
@@ -262,7 +262,7 @@ class Written(msgspec.Struct, tag="written", frozen=True):
 
 
 class Cleared(msgspec.Struct, tag="cleared", frozen=True):
-    """So many objects were removed; `reason` is set where others may be left."""
+    """Tell how many objects were removed; `reason` is set where others may be left."""
 
     id: int
     objects: int

@@ -102,7 +102,7 @@ class DirectStore:
         return results
 
     def revoke(self, places: Sequence[ObjectLocation]) -> None:
-        """They will not be finished. No copy into them may be under way."""
+        """Give up objects that will not be finished. No copy into them may be under way."""
         self._writer.revoke(places)
 
     def load(self, extents: Extents, objects: Sequence[LeasedObject]) -> None:

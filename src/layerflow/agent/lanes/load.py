@@ -103,12 +103,12 @@ class WorkerDrivenLoads:
 
     @property
     def layer(self) -> int:
-        """Of the next batch."""
+        """The next batch's layer."""
         return self._layers[self._index].layer
 
     @property
     def block_bytes(self) -> int:
-        """Of one block of the next batch's layer."""
+        """Bytes of one block of the next batch's layer."""
         return self._layers[self._index].block_bytes
 
     def cut(self, caps: CopyCaps, room: int, upto: int) -> list[CopyTask]:
@@ -142,7 +142,7 @@ class WorkerDrivenLoads:
         return [CopyTask(batch, step, copier, link, None, ended=ended) for batch in batches]
 
     def next_bytes(self, caps: CopyCaps) -> int:
-        """Of the next batch."""
+        """Bytes of the next batch."""
         lo, hi, byte_lo, byte_hi = self._extent(caps)
         return byte_hi - byte_lo if byte_hi else (hi - lo) * self._layers[self._index].block_bytes
 
@@ -430,7 +430,7 @@ class LoadLane:
             return False
         if not self._waiting or self._untold >= TOLD_BYTES:
             return True
-        # A server that has more to grant hears of it before this lane runs dry: once, then again behind its answer.
+        # Report early, once, when few batches are left and the server has more to grant: the lane is not to idle.
         first = self._waiting[0]
         if self._told_few or first.report is None or first.step.all_granted or not self.is_nearly_empty:
             return False

@@ -83,7 +83,7 @@ class InFlight:
         return self._begun[direction] > 0
 
     def halt(self, direction: int) -> None:
-        """Of these no further one begins."""
+        """Let no further batch of these begin."""
         copy = self._coalesced[direction]
         if copy is not None:
             copy.halt()

@@ -275,7 +275,7 @@ class Step(StepTransfers):
     # -- the agent --------------------------------------------------------------------------------
 
     def bypass(self) -> None:
-        """Its bytes will move past the arena, and the server hears of it later. Call before it is an open step."""
+        """Let its bytes move past the arena; the server hears of it later. Call before it is an open step."""
         self.announced = False
         self._save_patience = LATE_SAVE_S
 
@@ -348,7 +348,7 @@ class Step(StepTransfers):
             self._pump()
 
     def _last_layers(self) -> frozenset[int]:
-        """Of each group."""
+        """Return each group's last layer."""
         return frozenset({group: layer for layer, group in enumerate(self._groups)}.values())
 
     def _no_such(self, layer: object) -> SpecError:

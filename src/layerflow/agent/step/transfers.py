@@ -76,7 +76,7 @@ class PendingReads:
                 self._condition.notify_all()
 
     def settled(self, positions: Collection[int]) -> None:
-        """These parts are stored or given up: no batch of them is left."""
+        """Note that these parts are stored or given up: no batch of them is left."""
         with self._condition:
             for group, column in (self._numbered or {}).items():
                 self._owed[group][np.isin(column.part, list(positions))] = 0

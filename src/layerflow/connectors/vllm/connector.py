@@ -284,7 +284,7 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker.let_go()
 
     def restore_kv_caches(self) -> None:
-        """It is mapped again, with other contents: vLLM has forgotten its prefix cache before it slept."""
+        """Map the arena again, with other contents: vLLM has forgotten its prefix cache before it slept."""
         if self._worker is not None:
             self._worker.take_up()
 
@@ -462,7 +462,7 @@ def _default_name(vllm_config: Any) -> str:
 
 
 def _loaded_weights(vllm_config: Any, layout: Layout) -> LoadedWeights:
-    """Of the model whose caches these are, and of its draft model."""
+    """Return the weights of the model whose caches these are, and of its draft model."""
     context = vllm_config.compilation_config.static_forward_context
     layers = [context[name] for name in layout.numbers if isinstance(context.get(name), nn.Module)]
     balanced = bool(getattr(vllm_config.parallel_config, "enable_eplb", False))

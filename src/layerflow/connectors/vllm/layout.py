@@ -46,7 +46,7 @@ log = structlog.get_logger("layerflow.vllm")
 
 
 def draft_layers(vllm_config: Any, names: Iterable[str]) -> frozenset[str]:
-    """Those of a draft model: named so, or numbered behind the model's last layer, as EAGLE's and most MTPs' are."""
+    """Return a draft model's layers: named so, or numbered behind the model's last, as EAGLE's and most MTPs' are."""
     if getattr(vllm_config, "speculative_config", None) is None:
         return frozenset()
     count = vllm_config.model_config.get_total_num_hidden_layers()
@@ -319,7 +319,7 @@ def _shard(parallel: Any) -> Shard:
 
 
 def _arithmetic(vllm_config: Any, shard: Shard, layers: Sequence[str]) -> str:
-    """Of all pipeline stages: each sees its own layers only."""
+    """Return the arithmetic of all pipeline stages: each sees its own layers only."""
     import vllm  # noqa: PLC0415 - this file is used without vLLM too
 
     told = _of_stages(shard, computation_of(vllm_config, vllm_config.model_config, layers))
@@ -409,7 +409,7 @@ def _common_groups(stages: Sequence[Mapping[GroupName, int]], own: Sequence[Grou
 def _layers(
     groups: Sequence[GroupSpec], named: Sequence[GroupName], stages: Sequence[Mapping[GroupName, int]]
 ) -> tuple[tuple[int, ...], ...]:
-    """Of each group, how many layers each pipeline stage has."""
+    """Return by group how many of its layers each pipeline stage has."""
     if len(stages) == 1:
         return tuple((len(group.layers),) for group in groups)
     return tuple(tuple(stage[name] for stage in stages) for name in named)

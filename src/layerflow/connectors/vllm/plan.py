@@ -193,7 +193,7 @@ class Promise(NamedTuple):
     background: bool
 
     def unkept(self, block_size: int) -> UnkeptLoad:
-        """It is not to be.
+        """Return this load as one that is not to be kept.
 
         :param block_size: tokens, of the first cache group.
         """
@@ -313,7 +313,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     changed: dict[int, str] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
-        """Of all ranks of one step: times add up, the slowest rank's costs count."""
+        """Sum up the figures of all ranks of one step: times add up, the slowest rank's costs count."""
         assert isinstance(other, WorkerReport)
         overlaps = dict(self.overlaps)
         for request, (hidden, whole) in other.overlaps.items():

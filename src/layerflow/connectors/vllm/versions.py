@@ -38,7 +38,7 @@ def check_version(version: str, *, allow_unknown: bool = False) -> None:
 
 
 def release(version: str) -> tuple[int, int]:
-    """Its first two numbers.
+    """Return the first two numbers of a version.
 
     :raises Unsupported: it has none.
     """

@@ -90,12 +90,12 @@ class StoredFile(Evictable):
 
     @property
     def nbytes(self) -> int:
-        """Of the file."""
+        """The file's size."""
         return file_bytes(self.layers, self.layer_bytes, self.digests)
 
     @property
     def end_bytes(self) -> int:
-        """Of the file's end, behind the last layer."""
+        """Bytes of the file's end, behind the last layer."""
         return sums_bytes(self.layers) + self.digests * DIGEST_BYTES
 
     def fits(self, place: ObjectLocation) -> bool:
@@ -299,7 +299,7 @@ class Folder:
         return [stored for _, stored in sorted(found.values(), key=_moment)]
 
     def block_digests(self, stored: StoredFile) -> bytes:
-        """Those of a complete file; empty: it is gone, or its end is not its own, which a read will tell."""
+        """Read those of a complete file; empty: it is gone, or its end is not its own, which a read will tell."""
         try:
             fd = self.open_whole(stored)
         except FileNotFoundError:

@@ -56,7 +56,7 @@ class DiskIndex:
         self._evictions = self._evicted_bytes = 0
 
     def tell(self, gone: Callable[[Sequence[bytes]], None], found: Callable[[Sequence[IndexEntry]], None]) -> None:
-        """Who hears, under the lock, of keys that left and of objects that a reading found."""
+        """Set whom to tell, under the lock, of keys that left and of objects that a reading found."""
         self._gone, self._found = gone, found
 
     # The folder is read, while objects are written to it and removed from it ----------------------
@@ -204,12 +204,12 @@ class DiskIndex:
             return self._evict(nbytes)
 
     def release(self, stored: StoredFile) -> None:
-        """It will not be written."""
+        """Release the room of a file that will not be written."""
         with self.lock:
             self._end_reservation(stored)
 
     def publish(self, stored: StoredFile) -> StoredFile | None:
-        """Its file is in place: make it visible.
+        """Make a file visible that is in place.
 
         :returns: what had its key until now: a doubtful object, or one that was found while this one was written.
         """

@@ -97,7 +97,7 @@ class MemcacheReader(StoreReader):
         return None if lease is None else (lease.address, lease.expires_at)
 
     def correct(self, names: Sequence[str] = ()) -> set[str]:
-        """Of keys that lost a race, those that the winner has published: they can be read here now. Any thread.
+        """Return of keys that lost a race those that the winner has published: they can be read now. Any thread.
 
         The client takes a key for unfinished that it tried to allocate, where another writer was quicker, and its
         place for taken, for as long as the lease it got by that. Once the MetaService says that the other has
@@ -113,7 +113,7 @@ class MemcacheReader(StoreReader):
         return set(published)
 
     def _codes(self, names: list[str]) -> list[int]:
-        """Of the MetaService, for a lease of each."""
+        """Return the MetaService's code for a lease of each."""
         codes = self._calls.lease(names, round(LEASE_S * 1e3))
         refused = [name for name, code in zip(names, codes, strict=True) if code == WRONG_STATE]
         if not refused:
@@ -325,7 +325,7 @@ class MemcacheWriter(StoreWriter):
         return results
 
     def _give_back(self, ended: dict[bytes, OpenWrite]) -> None:
-        """Its memory stays taken until the lease has run out."""
+        """Give back the memory of writes; it stays taken until the lease has run out."""
         generation = self._service.generation
         self._calls.remove([pool_name(key) for key, opened in ended.items() if opened.check(generation) is OK])
 

@@ -180,17 +180,17 @@ def explain(code: int) -> str:
 
 
 def leasing(code: int) -> ObjectResult:
-    """Of ``batch_add_lease``."""
+    """Say what a code of ``batch_add_lease`` means."""
     return _result(code, _LEASING)
 
 
 def reading(code: int) -> ObjectResult:
-    """Of ``batch_copy`` out of the pool, under a lease: what the client does not know any more has expired."""
+    """Say what a code of ``batch_copy`` out of the pool means; under a lease, what is not known has expired."""
     return _result(code, _READING)
 
 
 def writing(code: int) -> ObjectResult:
-    """Of ``batch_copy`` into the pool, and of ``batch_write_finish``."""
+    """Say what a code of ``batch_copy`` into the pool, or of ``batch_write_finish``, means."""
     return _result(code, {})
 
 
@@ -388,7 +388,7 @@ class MemcacheClient(ClientHandle):
             return known is not None and (known.leases > 0 or known.until > now)
 
     def lose(self, name: str, until: float) -> None:
-        """It was allocated here, and is another writer's: the client takes it for unfinished until then."""
+        """Count a key as lost that is another writer's: the client takes it for unfinished until then."""
         now = time.monotonic()
         with self._lock:
             self._lost = {name: until for name, until in self._lost.items() if until > now} | {name: until}
@@ -400,7 +400,7 @@ class MemcacheClient(ClientHandle):
             return [name for name, until in self._lost.items() if until > now]
 
     def settle(self, names: Sequence[str]) -> None:
-        """They count as lost no more."""
+        """Count keys as lost no more."""
         with self._lock:
             for name in names:
                 self._lost.pop(name, None)

@@ -84,7 +84,7 @@ class MooncakeReader(StoreReader):
         return results
 
     def in_memory(self, names: list[str]) -> set[str]:
-        """Those of which a copy is in the memory of some client. Any thread.
+        """Return keys of which a copy is in the memory of some client. Any thread.
 
         :raises Unreachable: the master does not answer.
         """
@@ -276,7 +276,7 @@ class PendingRemovals:
         self.remove()
 
     def discard(self, keys: Iterable[bytes]) -> None:
-        """They were written anew."""
+        """Forget the removal of keys that were written anew."""
         with self._lock:
             for key in keys:
                 self._keys.pop(key, None)
@@ -367,7 +367,7 @@ class Mooncake(SharedStore[MooncakeClient, MooncakeReader, MooncakeWriter]):
         return [name in there for name in names]
 
     def hide(self, keys: Sequence[bytes]) -> None:
-        """They are removed once no lease keeps them."""
+        """Hide keys, which are removed once no lease keeps them."""
         self._condemned.add(keys)
 
     def clear(self, keys: Sequence[bytes], until: float) -> int:

@@ -74,17 +74,17 @@ def unreachable(code: int) -> bool:
 
 
 def reading(code: int) -> ObjectResult:
-    """Of a get session; 0 = OK."""
+    """Say what a code of a get session means; 0 = OK."""
     return _result(code, _READING)
 
 
 def opening(code: int) -> ObjectResult:
-    """Of the start of a put session; 0 = OK."""
+    """Say what a code of the start of a put session means; 0 = OK."""
     return _result(code, _OPENING)
 
 
 def writing(code: int) -> ObjectResult:
-    """Of the rest of a put session; 0 = OK."""
+    """Say what a code of the rest of a put session means; 0 = OK."""
     return _result(code, {})
 
 

@@ -95,7 +95,7 @@ class _Link:
     idle_since: float = field(default_factory=time.monotonic)
 
     def hang_up(self) -> None:
-        """Its thread, which may wait for the other end, sees to the rest."""
+        """Hang up; the connection's thread, which may wait for the other end, sees to the rest."""
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
 
@@ -199,7 +199,7 @@ class Links:
                 connection.close()
 
     def _admit(self, link: _Link, reader: bytes) -> None:
-        """It is that reader's.
+        """Admit a connection as its reader's.
 
         :raises LinkFailed: there is no room for one more.
         """

@@ -166,7 +166,7 @@ class WindowLender(Lender):
             return _Section(self, self._free.pop(), incarnation)
 
     def free(self, section: int) -> None:
-        """Its reader has gone."""
+        """Free a section whose reader has gone."""
         with self._lock:
             self._free.append(section)
 
@@ -233,7 +233,7 @@ _hanging: list[TransferLibrary] = []
 
 
 class _Part(NamedTuple):
-    """Of one object: which, first byte within it, bytes."""
+    """A part of one object: which, first byte within it, bytes."""
 
     at: int
     start: int
@@ -334,7 +334,7 @@ class WindowedLink(PeerLink):
             raise
 
     def _end(self, pending: Iterable[_Pending]) -> None:
-        """Of a link that has failed: nothing may be under way when its window goes.
+        """End a link that has failed: nothing may be under way when its window goes.
 
         :raises Hanging: something is.
         """

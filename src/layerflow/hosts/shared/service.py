@@ -102,7 +102,7 @@ class ServiceMonitor:
         return self._starts if self._holds() else 0
 
     def reach(self) -> int:
-        """Its :attr:`generation`, after connecting again where that is needed.
+        """Return the service's :attr:`generation`, after connecting again where that is needed.
 
         :raises Unreachable: it does not accept a connection.
         """

@@ -212,7 +212,7 @@ class StoreWriter(abc.ABC):
 
     @abc.abstractmethod
     def _give_back(self, ended: dict[bytes, OpenWrite]) -> None:
-        """These keys will not be finished. They have left ``_open``.
+        """Give up keys that will not be finished. They have left ``_open``.
 
         :raises Unreachable: it counts them as failed revokes.
         """

@@ -55,7 +55,7 @@ async def open_handoff(context: ServerContext, session: ClientSession, message: 
 
 
 class Opener(NamedTuple):
-    """Who opens a hand-off.
+    """One that opens a hand-off.
 
     :param engine: whose workers save it. :param number: of the session, or of the server, that ends it.
     """
@@ -138,14 +138,14 @@ def end_handoff(context: ServerContext, session: ClientSession, message: wire.En
 
 
 def release_handoff(context: ServerContext, message: wire.ReleaseHandoff) -> None:
-    """Nobody needs it any more, here or at the servers that keep it."""
+    """Release a hand-off that nobody needs any more, here and at the servers that keep it."""
     release(context, message.handoff)
     if context.peers is not None:
         context.peers.release_handoff(message.handoff, message.servers)
 
 
 def release(context: ServerContext, name: str) -> None:
-    """Nobody needs what this server keeps of it, nor what would be kept if it were opened within a lease from now."""
+    """Release what this server keeps of a hand-off, and what it would keep if it were opened within a lease."""
     context.handoffs.release(name, time.monotonic() + context.pd().handoff_lease_s)
 
 

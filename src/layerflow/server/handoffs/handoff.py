@@ -126,11 +126,11 @@ class Handoff:
 
     @property
     def owner(self) -> Owner:
-        """Who pins and reserves in the pool."""
+        """The owner of its pins and reservations in the pool."""
         return ("handoff", self.name, self.serial)
 
     def keep(self, objects: Mapping[bytes, NewObject]) -> None:
-        """It keeps these, too."""
+        """Keep these, too."""
         self.objects.update(objects)
         for new in objects.values():
             if new.parent:

@@ -340,7 +340,7 @@ class Handoffs:
                     self._foreign[handoff] = None
 
     def end(self, name: str, engine: str, tokens: int, reason: str, now: float) -> None:
-        """Its engine computes nothing more of it."""
+        """Note that a hand-off's engine computes nothing more of it."""
         handoff = self._by_name.get(name)
         if handoff is None or handoff.engine != engine or handoff.status is not HandoffStatus.OPEN:
             return
@@ -365,7 +365,7 @@ class Handoffs:
         self._settle(handoff, time.monotonic())
 
     def part_released(self, handoff: Handoff) -> None:
-        """Nobody needs a part of it, at another server, any more: nor the rest."""
+        """Release a hand-off of which a part, at another server, is not needed any more."""
         if handoff.status.readable:
             self._close(handoff, HandoffStatus.RELEASED, "")
 
@@ -380,7 +380,7 @@ class Handoffs:
     # What becomes of its objects -----------------------------------------------------------------
 
     def stored(self, keys: Iterable[bytes], now: float) -> None:
-        """These are whole in the arena."""
+        """Note that these are whole in the arena."""
         if not self._waiting:
             return
         for key in keys:
@@ -394,7 +394,7 @@ class Handoffs:
                 self._settle(handoff, now)
 
     def lost(self, keys: Iterable[bytes], reason: str) -> None:
-        """These were being saved, and will not be stored."""
+        """Note that these were being saved, and will not be stored."""
         if not self._waiting:
             return
         for key in keys:
@@ -459,7 +459,7 @@ class Handoffs:
         return True
 
     def _may_be_revoked(self, handoff: Handoff) -> None:
-        """It is complete: it goes before those that were opened later, one that a reader has come for before others."""
+        """List a complete hand-off: it goes before those opened later, one that a reader has come for before others."""
         if len(self._revocable) > 2 * len(self._live) + REMEMBERED:
             self._revocable = [
                 each for each in self._revocable if each[2].status is HandoffStatus.COMPLETE and each[2] is not handoff
@@ -510,7 +510,7 @@ class Handoffs:
         self._tell(handoff)
 
     def _let_go(self, handoff: Handoff, why: str) -> None:
-        """Its opening has not come to an end: it keeps nothing of what it has taken."""
+        """Give back what a hand-off has taken whose opening has not come to an end."""
         taken = Handoff(handoff.name, handoff.serial, handoff.status, handoff.engine)
         taken.objects, taken.pending, taken.promised = handoff.objects, handoff.pending, handoff.promised
         handoff.objects, handoff.pending, handoff.promised, handoff.foreign = {}, set(), set(), set()
@@ -550,7 +550,7 @@ class Handoffs:
             handoff.charge.release()
 
     def _uncount(self, objects: Mapping[bytes, NewObject]) -> Slices[None]:
-        """These are complete; nothing takes any of them away meanwhile, for that is done behind this."""
+        """Stop counting objects that are complete; what takes any of them away is done behind this."""
         left = iter(objects.items())
         while piece := dict(itertools.islice(left, PIECE)):
             self._kept_open.discard(piece)
@@ -585,7 +585,7 @@ class Handoffs:
                 self._soon(self._return_some)
 
     def _return_all(self) -> Slices[None]:
-        """Who needs room takes part in giving it back."""
+        """Give back all that is still to be given back, for somebody who needs room."""
         while self._returning:
             self._return_piece()
             yield
@@ -604,7 +604,7 @@ class Handoffs:
         return handoff
 
     def _forget(self, handoff: Handoff) -> None:
-        """It never was more than a name that somebody waited for."""
+        """Forget a hand-off that never was more than a name that somebody waited for."""
         self._live.discard(handoff)
         if self._by_name.get(handoff.name) is handoff:
             del self._by_name[handoff.name]

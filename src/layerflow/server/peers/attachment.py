@@ -131,7 +131,7 @@ PeerNews = wire.PeerFound | wire.PeerProgress | wire.PeerCompared | wire.PeerPar
 
 
 class AttachmentState(enum.Enum):
-    """Of the connection to a peer."""
+    """Where the connection to a peer is."""
 
     CONNECTING = "connecting"
     UP = "up"
@@ -147,13 +147,13 @@ _STATES = {
 
 
 class PeerListener(Protocol):
-    """Who reads from peers. Called on the loop."""
+    """One that reads from peers. Called on the loop."""
 
     def peer_up(self, peer: Attachment) -> None:
-        """It can be read from; again whenever its exporter is another."""
+        """A peer can be read from; again whenever its exporter is another."""
 
     def peer_changed(self, peer: Attachment) -> None:
-        """Its state, or where it can be read, is another."""
+        """A peer's state, or where it can be read, is another."""
 
     def peer_lost(self, peer: Attachment, why: str) -> None:
         """Nothing that it has lent counts any more."""
@@ -165,7 +165,7 @@ class PeerListener(Protocol):
         """A question was not answered, and nothing was lent."""
 
     def peer_renewed(self, peer: Attachment, sent: float, leases: list[int]) -> None:
-        """These leases last on, from `sent` (monotonic seconds) at least."""
+        """A peer's leases last on, from `sent` (monotonic seconds) at least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,17 +226,17 @@ class Attachment:
 
     @property
     def state(self) -> AttachmentState:
-        """Of the connection."""
+        """Where the connection is."""
         return _STATES[self._protocol.state]
 
     @property
     def up(self) -> bool:
-        """It can be asked."""
+        """Whether the peer can be asked."""
         return self._protocol.state is ClientState.WELCOMED
 
     @property
     def other_link(self) -> bool:
-        """It lends over other links than the one that is configured here: only new settings change that."""
+        """Whether the peer lends over other links than the one configured here: only new settings change that."""
         return self.welcome is not None and self.up and bool(self.welcome.endpoints) and self.endpoint() is None
 
     @property

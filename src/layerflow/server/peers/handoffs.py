@@ -39,7 +39,7 @@ class _Waiter:
 
 
 class HandoffReading:
-    """Of one server.
+    """What one server reads of other servers' hand-offs.
 
     :param source: its peers, and what they have lent.
     """
@@ -103,7 +103,7 @@ class HandoffReading:
         return next((why for peer in servers if (why := known.get(peer.target.name, {}).get(model, ""))), "")
 
     def release(self, name: str, servers: Sequence[Attachment]) -> None:
-        """Nobody needs it any more: what is read of it is read to the end, and the rest given back.
+        """Release a hand-off: what is read of it is read to the end, and the rest given back.
 
         A server that is not attached yet is told once it is; past this server's own `pd.handoff_lease_s` no more, for a
         lease has ended the hand-off there by then.

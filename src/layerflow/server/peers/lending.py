@@ -89,12 +89,12 @@ class Lease:
 
     @property
     def owner(self) -> tuple[str, int]:
-        """Who has its pins."""
+        """The owner of the lease's pins."""
         return ("peer", self.number)
 
     @property
     def asked(self) -> tuple[str, int]:
-        """Who has the pins of what was asked for, until it is known which of it is lent."""
+        """The owner of the pins of what was asked for, until it is known which of it is lent."""
         return ("peer_asked", self.number)
 
     def enter(self, state: LeaseState) -> None:
@@ -383,12 +383,12 @@ class Exporting:
                 pass
 
     def host_stuck(self, why: str) -> None:
-        """It was killed and does not die; it only reads, and what it may read stays as it is until it does."""
+        """The exporter was killed and does not die; what it may read stays as it is until it does."""
         self.address = ""
         self._changed()
 
     def host_lost(self, why: str) -> None:
-        """It is dead."""
+        """The exporter is dead."""
         self.address = ""
         self._renew()
         self._lost()
@@ -415,7 +415,7 @@ class LocalPartitions:
         self._tell(wire.PeerPartitions(spec.fingerprint, known))
 
     def all(self) -> list[wire.PeerPartitions]:
-        """Of every model."""
+        """The partitions of every model."""
         return [wire.PeerPartitions(model, shards) for model, shards in self._models.items()]
 
 

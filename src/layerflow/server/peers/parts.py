@@ -23,7 +23,7 @@ PART_ANSWER_S = 0.15
 
 @dataclass(slots=True, eq=False)
 class _Parts:
-    """Of one hand-off.
+    """One hand-off's parts at other servers.
 
     :param then: told why it is refused, or that it is open (empty). None = it has been told.
     :param at: by the number of its question, who keeps each part. :param waiting: numbers without an answer.
@@ -87,7 +87,7 @@ class HandoffParts:
         )
 
     def ended(self, message: wire.EndHandoff) -> None:
-        """Its engine computes nothing more of it."""
+        """Note that a hand-off's engine computes nothing more of it."""
         parts = self._by_name.get(message.handoff)
         if parts is not None:
             self._tell(
@@ -142,7 +142,7 @@ class HandoffParts:
             then(why)
 
     def _fail(self, parts: _Parts, why: str) -> None:
-        """One part will not be whole, so none may be: the others hear of it through the hand-off's own end."""
+        """Fail the whole hand-off, for one server's part has failed; closing it tells the other servers."""
         self._answer(parts, why)
         self._handoffs.give_up(parts.handoff, why)
 

@@ -238,7 +238,7 @@ class Peers:
         return address in (self._settings().server.endpoint, self._settings().server.tcp_endpoint)
 
     def release_handoff(self, name: str, addresses: Sequence[str]) -> None:
-        """Nobody needs it any more: tell the servers that keep it, and give back what they have lent of it."""
+        """Release a hand-off: tell the servers that keep it, and give back what they have lent of it."""
         if self.reading is None:
             return
         servers: list[Attachment] = []

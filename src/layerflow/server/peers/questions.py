@@ -90,7 +90,7 @@ class Offers:
         return len(self._by_key)
 
     def leases(self, peer: Attachment | None = None) -> Iterator[RemoteLease]:
-        """Of one peer, or all."""
+        """Return the leases of one peer, or of all."""
         return (lease for lease in list(self._leases.values()) if peer is None or lease.peer is peer)
 
     def add(
@@ -123,7 +123,7 @@ class Offers:
         return lease
 
     def get(self, key: bytes, now: float) -> Offer | None:
-        """Who offers it, under a lease that lasts."""
+        """Return who offers an object, under a lease that lasts."""
         offer = self._by_key.get(key)
         return offer if offer is not None and offer.lease.until > now else None
 
@@ -132,14 +132,14 @@ class Offers:
         return self._leases.get((peer, number))
 
     def forget(self, lease: RemoteLease) -> None:
-        """It counts no more."""
+        """Forget a lease."""
         self._leases.pop((lease.peer, lease.number), None)
         for key, offer in lease.offers.items():
             if self._by_key.get(key) is offer:
                 del self._by_key[key]
 
     def withdraw(self, keys: Iterable[bytes]) -> None:
-        """These are not wanted from peers."""
+        """Withdraw offers of objects that are not wanted from peers."""
         for key in keys:
             self._by_key.pop(key, None)
 
@@ -201,7 +201,7 @@ class _Asked:
 
 
 class PeerQuestions:
-    """Those under way.
+    """The questions under way.
 
     :param offers: takes what is lent. :param numbers: of everything that peers are asked.
     """
@@ -263,8 +263,8 @@ class PeerQuestions:
         if len(message.states) != len(asked.keys):
             raise ProtocolError(f"{len(message.states)} states for {len(asked.keys)} keys")
         if message.lease:
-            # The time of a question that waits for its hand-off says nothing of when its lease began; its owner answers
-            # when it has, and the way here is what may be lost of it.
+            # A lookup that waited for a hand-off may be minutes old: its lease is counted from the answer, not from the
+            # question, less what the way here takes.
             lease_s = min(message.lease_ms, asked.lease_ms) / 1e3
             lease = self._offers.add(peer, asked.keys, message, min(asked.at, time.monotonic()), lease_s)
             lease.handoff = question.handoff
@@ -307,12 +307,12 @@ class PeerQuestions:
         question.then(PeerAnswer(frozenset(question.found), question.open, question.reason, question.failed))
 
     def _drop(self, question: _Question) -> None:
-        """Nobody waits for its answer any more; what was lent by then runs out, or is somebody else's by now."""
+        """Drop a question that nobody waits for; what was lent by then runs out, or is somebody else's by now."""
         if question.timer is not None:
             self._forget(question)
 
     def _forget(self, question: _Question) -> None:
-        """It is over: of a peer that has not answered, only that it may still lend something is remembered."""
+        """Forget a question; of a peer that has not answered, that it may still lend something is remembered."""
         assert question.timer is not None
         question.timer.cancel()
         question.timer = None

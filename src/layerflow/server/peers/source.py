@@ -145,7 +145,7 @@ class LinkCosts:
         self._calls.append(_Call(call, nbytes, peer))
 
     def ended(self, number: int, *, whole: bool) -> None:
-        """It has ended a call. :param whole: all of it has come."""
+        """Note the end of a call to a peer. :param whole: all of it has come."""
         now = time.monotonic()
         while self._calls:
             call = self._calls.popleft()
@@ -190,7 +190,7 @@ MAX_WAITING = 4096
 
 
 class PeerReleases:
-    """Of one server, on its loop."""
+    """One server's releases at its peers, delivered once they are attached. On its loop."""
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[Attachment, str], float] = {}  # until when, monotonic seconds; oldest first
@@ -211,7 +211,7 @@ class PeerReleases:
             self._watch()
 
     def peer_up(self, peer: Attachment) -> None:
-        """It is attached: it is told."""
+        """Tell a peer that is attached what it has missed."""
         for other, name in list(self._waiting):
             if other is peer and not peer.send(PeerReleaseHandoff(name)):
                 return
@@ -390,7 +390,7 @@ class PeerSource:
         return self._resting.seconds_left(peer, now)
 
     def dear(self, keys: Iterable[bytes], compute_s: float, objects: int) -> frozenset[bytes]:
-        """Of these, what would take longer to read than to compute, peer by peer; where nothing is known, nothing.
+        """Return what would take longer to read than to compute, peer by peer; where nothing is known, nothing.
 
         :param compute_s: what computing all `objects` of the prompt takes, in seconds.
         """
@@ -403,13 +403,13 @@ class PeerSource:
         return found
 
     def decline(self, keys: Sequence[bytes]) -> None:
-        """These are had from elsewhere."""
+        """Decline objects that are had from elsewhere."""
         self.offers.withdraw(keys)
 
     # Loads ---------------------------------------------------------------------------------------
 
     def offered(self, key: bytes) -> Offer | None:
-        """Who lends it."""
+        """Return who lends an object."""
         return self.offers.get(key, time.monotonic()) if self.host_up else None
 
     def bring(self, objects: Sequence[NewObject], layers: Sequence[int], engine: str) -> None:
@@ -501,12 +501,12 @@ class PeerSource:
     # Peers ---------------------------------------------------------------------------------------
 
     def peer_up(self, peer: Attachment) -> None:
-        """It can be read from: are its models those of this server?"""
+        """Compare the models of a peer that can be read from with those of this server."""
         self.releases.peer_up(peer)
         self.compatibility.peer_up(peer)
 
     def peer_changed(self, peer: Attachment) -> None:
-        """Its state, or where it can be read, is another."""
+        """A peer's state, or where it can be read, is another."""
         self.on_change(peer)
 
     def compare(self, spec: ModelSpec) -> None:
@@ -564,7 +564,7 @@ class PeerSource:
                 self._emit([FetchAvailable(number, layers)])
 
     def peer_renewed(self, peer: Attachment, sent: float, leases: list[int]) -> None:
-        """These last longer."""
+        """A peer's leases last longer."""
         for number in leases:
             lease = self.offers.lease(peer, number)
             if lease is not None:
@@ -585,11 +585,11 @@ class PeerSource:
                 self._host_is(self.host.state.state == "up")
 
     def host_stuck(self, why: str) -> None:
-        """It was killed and does not die."""
+        """The importer was killed and does not die."""
         self._host_is(False)
 
     def host_lost(self, why: str) -> None:
-        """It is dead and will be started anew."""
+        """The importer is dead and will be started anew."""
         self._host_is(False)
         self.costs.lost()
         self.failures["fetch_failed"] += self.fetches.coming_objects

@@ -101,7 +101,7 @@ class Output:
         self._loop.add_reader(pipe, self._read)
 
     def close(self) -> None:
-        """Its process is dead: log what it left. A child of it that lives on writes to nobody."""
+        """Log what a dead process left. A child of it that lives on writes to nobody."""
         for _ in range(_LAST_READS):
             if not self._read():
                 break
@@ -358,7 +358,7 @@ UNUSABLE_DELAY_S = 30.0
 
 
 class HostListener(Protocol):
-    """Who the host works for. Called on the loop."""
+    """One that the host works for. Called on the loop."""
 
     def host_said(self, message: ToServer) -> None:
         """A message, in order."""

@@ -25,14 +25,14 @@ class TierIndex:
         return key in self._entries
 
     def add(self, entries: Iterable[IndexEntry]) -> None:
-        """These are there."""
+        """Add what is there."""
         for entry in entries:
             self.discard([entry.key])
             self._entries[entry.key] = entry
             self.chunks.add(entry.key, entry.tokens, entry.parent, entry.block_digests)
 
     def discard(self, keys: Iterable[bytes]) -> None:
-        """These are not (any more)."""
+        """Remove what is not there (any more)."""
         for key in keys:
             entry = self._entries.pop(key, None)
             if entry is not None:

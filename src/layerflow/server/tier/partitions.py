@@ -42,7 +42,7 @@ log = structlog.get_logger("layerflow.server.tier.partitions")
 
 
 class PoolRoom(Protocol):
-    """Of the pool: room for the bytes of an object that is on its way, and who is to hear of a partition."""
+    """What is needed of the pool: room for an object that is on its way, and whom to tell of a partition."""
 
     def reserve(self, objects: Sequence[NewObject], owner: Owner) -> Sequence[Reservation]: ...
 
@@ -82,7 +82,7 @@ class _Job:
 
 
 class PartitionRegistry:
-    """Of one tier.
+    """One tier's partitions.
 
     :param send: to the host; False = there is none.
     :param present: calls back, once, with those of the keys that the backend has.

@@ -65,7 +65,7 @@ class PendingLookup:
 
 
 class Questions:
-    """Those under way.
+    """The questions under way.
 
     :param send: to the host; False = there is none.
     :ivar unanswered: those whose deadline came before their answer.
@@ -296,7 +296,7 @@ class Tier:
         return [self._writes.plan(step, source, group, layers=layers, placed=placed, parts=parts)] if self.up else []
 
     def committed(self, step: StepKey, keys: Sequence[bytes]) -> None:
-        """These are whole in the arena."""
+        """Note that these are whole in the arena."""
         self._writes.committed(step, keys)
 
     def when_written(self, keys: Sequence[bytes], then: Callable[[], None]) -> None:
@@ -396,7 +396,7 @@ class Tier:
                 waiting.set_result(Cleared(number, 0, reason))
 
     def _raise(self, message: Up) -> None:
-        """It can be used: at once, but for an index that is still to be told."""
+        """Let the tier be used: at once, but for an index that is still to be told."""
         self.reason, self.details, self.indexed = "", message.details, message.indexed
         whole = message.indexed and message.generation == self._generation
         if not whole:

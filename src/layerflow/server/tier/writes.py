@@ -45,12 +45,12 @@ class WriteJob:
 
     @property
     def owner(self) -> Owner:
-        """Who pins its objects in the arena."""
+        """The owner of its objects' pins in the arena."""
         return ("write", self.number)
 
     @property
     def nbytes(self) -> int:
-        """Of all its objects."""
+        """Bytes of all its objects."""
         return sum(new.nbytes for new, _ in self.placed)
 
 
@@ -91,7 +91,7 @@ class Writes:
 
     @property
     def backlog_bytes(self) -> int:
-        """Of all objects of the writes that the host knows of."""
+        """Bytes of all objects of the writes that the host knows of."""
         return sum(job.nbytes for job in self._jobs.values() if job.begun)
 
     @property
@@ -123,7 +123,7 @@ class Writes:
         return WriteOpened(job.number, source, *step, group, items, tuple(parts))
 
     def committed(self, step: StepKey, keys: Sequence[bytes]) -> None:
-        """These objects are whole in the arena: they stay until they are written."""
+        """Note that these are whole in the arena: they stay until they are written."""
         for job in self._by_step.get(step, ()):
             self._pool.hold([key for key in keys if key in job.positions], job.owner, math.inf)
 

@@ -180,7 +180,7 @@ def _parameters(modules: Iterable[nn.Module]) -> Iterator[tuple[dict[str, nn.Par
 
 
 def _view(parameter: nn.Parameter, places: int) -> torch.Tensor:
-    """So many places of the parameter's memory, whatever its type and the order of its axes."""
+    """Return so many places of the parameter's memory, whatever its type and the order of its axes."""
     size = parameter.element_size()
     span = 1 + sum((length - 1) * stride for length, stride in zip(parameter.shape, parameter.stride(), strict=True))
     run = min(RUN, span)

@@ -55,7 +55,7 @@ class HttpCall:
 
     @property
     def done(self) -> bool:
-        """It has ended, well or not."""
+        """Whether it has ended, well or not."""
         return self._future.done()
 
     def wait(self, timeout_s: float) -> bool:
@@ -82,7 +82,7 @@ class HttpCall:
         self._future.add_done_callback(lambda _: then())
 
     def cancel(self) -> None:
-        """Nobody waits for it any more: the connection is closed."""
+        """Close the connection: nobody waits for the answer any more."""
         self._future.cancel()
 
 
@@ -233,7 +233,7 @@ TRANSITIONS = {
 
 @dataclass(slots=True)
 class DecodeHandoff:
-    """Of one request.
+    """One request's hand-off, as its decoder sees it.
 
     :param until: monotonic seconds: what is not there by then is computed.
     :param servers: where it is looked for now.
@@ -368,7 +368,7 @@ class Decoding:
                 self.release(handoff)
 
     def lose(self, handoff: DecodeHandoff, reason: str) -> None:
-        """It will not be loaded; what is stored, and the request's own computing, make up for it."""
+        """Give the hand-off up: what is stored, and the request's own computing, make up for it."""
         if handoff.status in (DecodeStatus.LOADED, DecodeStatus.LOST, DecodeStatus.RELEASED):
             return
         handoff.become(DecodeStatus.LOST)

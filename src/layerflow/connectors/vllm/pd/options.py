@@ -45,7 +45,7 @@ class PdOptions:
 
 
 def parse_pd(extra: Mapping[str, Any]) -> PdOptions:
-    """Of a whole extra config. ``"pd": true`` and ``false`` say `answer` alone.
+    """Parse the options of a whole extra config. ``"pd": true`` and ``false`` say `answer` alone.
 
     :raises ConfigError: an unknown key, or a value of the wrong kind.
     """

@@ -30,7 +30,7 @@ log = structlog.get_logger("layerflow.vllm.pd")
 
 @dataclass(slots=True)
 class PrefillHandoff:
-    """Of one request.
+    """One request's hand-off, as its prefiller sees it.
 
     :param tokens: of its prompt that are handed over.
     :param inquiry: the server's answer to its opening; None = it was never opened.
@@ -126,7 +126,7 @@ class Prefilling:
         return twophase.response(self._terms(handoff), self._sizes, blocks)
 
     def fail(self, handoff: PrefillHandoff, reason: str) -> None:
-        """Nobody will complete it."""
+        """Fail the hand-off: nobody will complete it."""
         if not handoff.over:
             handoff.over = True
             self._lookups.end_handoff(handoff.part.handoff, tokens=0, reason=reason)

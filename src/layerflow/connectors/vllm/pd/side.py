@@ -276,7 +276,7 @@ class HandoffSide:
         return part
 
     def begin(self, tracked: TrackedRequest, part: Part) -> None:
-        """It has keys: open its hand-off, start its prefill, or wait for both."""
+        """Begin a request that has keys: open its hand-off, start its prefill, or wait for both."""
         if isinstance(part, PrefillPart) and self._prefilling is not None:
             unit = tracked.chain.chunk_tokens if tracked.ends_early else self._unit
             tokens = len(tracked.chain) // unit * unit if tracked.may_save else 0
@@ -290,7 +290,7 @@ class HandoffSide:
             tracked.handoff = part
 
     def without_keys(self, part: Part) -> None:
-        """It has none: nothing of it is handed over, to it or by it."""
+        """Decline for a request that has no keys: nothing of it is handed over, to it or by it."""
         if isinstance(part, DecodePart) and self._decoding is not None:
             self._decoding.decline(part)
 
@@ -379,7 +379,7 @@ class HandoffSide:
     # -- how it ends --------------------------------------------------------------------------------
 
     def loaded(self, tracked: TrackedRequest) -> None:
-        """Its background load has ended."""
+        """Note that a request's background load has ended."""
         if isinstance(tracked.handoff, DecodeHandoff) and self._decoding is not None:
             self._decoding.loaded(tracked.handoff, shared=_is_shared(tracked.id, tracked.handoff))
 
@@ -396,7 +396,7 @@ class HandoffSide:
         self.give_up(tracked, "weights were replaced")
 
     def give_up(self, tracked: TrackedRequest, reason: str) -> None:
-        """It is not handed over.
+        """Give up handing a request over.
 
         :param reason: of the engine that gives it up.
         """

@@ -266,7 +266,7 @@ def _split(part: PartDescriptor, block: int, chunk: int) -> tuple[list[PartDescr
 
 
 def _only(part: PartDescriptor, pieces: dict[int, ObjectDescriptor], chunk: int) -> list[PartDescriptor]:
-    """These of its pieces, or leading and last blocks of them, by their position."""
+    """Return these of a part's pieces, or leading and last blocks of them, by their position."""
     if not pieces:
         return []
     last = pieces[max(pieces)]

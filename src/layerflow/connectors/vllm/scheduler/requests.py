@@ -84,7 +84,7 @@ class RequestState:
         self.outdated, self.inquiry, self.left_lease, self.hit = True, None, False, MISS
 
     def renew(self, chain: Chain) -> None:
-        """It starts anew under the present weights, and `chain` is made from these."""
+        """Start the request anew under the present weights, which `chain` is made from."""
         self.chain, self.outdated, self.saved = chain, False, 0
         self.know_tokens()
 
@@ -137,7 +137,7 @@ class BlockHolders:
         self._loading.add(request)
 
     def loaded(self, request: str) -> None:
-        """It has ended: the request can run."""
+        """Note that a load has ended: the request can run."""
         if request in self._loading:
             self._loading.discard(request)
             self._loaded.add(request)
@@ -151,7 +151,7 @@ class BlockHolders:
         self._loaded.difference_update(scheduled)
 
     def finished(self, request: str) -> None:
-        """It is over."""
+        """Forget a request that is over."""
         self._loading.discard(request)
         self._loaded.discard(request)
 

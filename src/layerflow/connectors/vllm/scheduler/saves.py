@@ -81,7 +81,7 @@ class SavePlanner:
             self._open[tracked.id] = tracked
 
     def close(self, tracked: RequestState) -> None:
-        """It is over."""
+        """Forget a request that is over."""
         self._open.pop(tracked.id, None)
 
     def know(self, tracked: RequestState) -> None:
@@ -126,7 +126,7 @@ class SavePlanner:
         return (tuple(taken),) * len(self._vllm_groups) if taken else ()
 
     def prepared(self, output: Any, fresh: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """Those of the fresh blocks that vLLM may overwrite while it prepares the step, as when it moves states."""
+        """Return the fresh blocks that vLLM may overwrite while it prepares the step, as when it moves states."""
         if not fresh:
             return ()
         return fresh[0] if self._states else tuple(rewritten_blocks(output).difference((NULL_BLOCK,)))

@@ -29,7 +29,7 @@ class StepCounters:
         self._sums: dict[str, float] = {}
 
     def add(self, name: str, value: float) -> None:
-        """Of :data:`FIGURES`."""
+        """Add up :data:`FIGURES`."""
         if value:
             self._sums[name] = self._sums.get(name, 0) + value
 

@@ -76,11 +76,11 @@ class LayerHooks:
         return layer not in self.saved or layer in self.drafts
 
     def write(self, layer: int) -> bool:
-        """Its new keys and values are written, its attention comes. False if that was said in this pass before."""
+        """Note that a layer's new keys and values are written. False if that was said in this pass before."""
         return self._once(layer, self._written)
 
     def save(self, layer: int) -> bool:
-        """Its attention is over. False if that was said in this pass before."""
+        """Note that a layer's attention is over. False if that was said in this pass before."""
         return self._once(layer, self.saved)
 
     @property

@@ -331,7 +331,7 @@ class WorkerSide:
 
     @guarded(nothing)
     def layer_done(self, name: str) -> None:
-        """They are written, and its attention is over."""
+        """Report a layer as computed: its KV is written, and its attention is over."""
         number = self._layout.numbers.get(name)
         if number is not None and self._in_pass:
             self._computed(number, name, once=self._hooks.save(number))
@@ -487,7 +487,7 @@ class WorkerSide:
 
     @property
     def _in_haste(self) -> bool:
-        """A short prompt's answer is on its way. Another step follows, be it the one that frees the request's blocks.
+        """Whether saves are deferred behind a short forward pass. Reports may wait: vLLM always runs another step.
 
         With KV cache events what is stored is told in the step that ends the request: none may follow that one.
         """

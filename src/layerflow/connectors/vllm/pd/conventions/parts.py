@@ -222,7 +222,7 @@ class RequestParams(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Of the prompt's tokens."""
+        """Return the digest of the prompt's tokens."""
         return prompt_digest(self.prompt)
 
 
@@ -289,7 +289,7 @@ PLAIN = NoHandoff()
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of the engine, for the keys that other systems' proxies read.
+    """The engine's sizes, for the keys that other systems' proxies read.
 
     :param block_sizes: tokens of a block, per vLLM cache group.
     """
