@@ -14,7 +14,7 @@ from typing import Any
 from e2e.children import Child
 from e2e.known import eventually
 from pd_apart import MAX_TOKENS, Decoder, Prefiller, Told, alone, serve_engine
-from pd_balance import Balance, CallTimeout
+from pd_balance import Balance, Patience
 from peers.relay import Relay
 
 from layerflow_cli.bench.harness import ServerProcess
@@ -79,7 +79,7 @@ class Side:
 
         :raises AssertionError: something is not.
         """
-        patience = CallTimeout(ANSWER_S)
+        patience = Patience(ANSWER_S)
         while self.asked:
             self.hear()
             assert self.child.process.is_alive(), f"{self.name} died by itself"
@@ -166,7 +166,7 @@ class World:
 
     def recover(self) -> None:
         """Ask until a prompt is handed over again."""
-        patience = CallTimeout(ANSWER_S)
+        patience = Patience(ANSWER_S)
         while True:
             before = self.counts["handed_over"]
             self.ask()

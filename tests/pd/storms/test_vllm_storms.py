@@ -20,7 +20,7 @@ import pytest
 from comparison import prompt
 from e2e.rounds import record
 from engines import Engine
-from pd_balance import Balance, CallTimeout
+from pd_balance import Balance, Patience
 from servers import complete, layerflow_proxy, streamed_or_error, vllm_server
 
 from layerflow_cli.bench.harness import ServerProcess
@@ -109,7 +109,7 @@ class Site:
 
     def recover(self, pool: ThreadPoolExecutor) -> None:
         """Ask until a prompt is handed over again."""
-        patience = CallTimeout(AGAIN_S)
+        patience = Patience(AGAIN_S)
         while True:
             before = self.programs["D"].metric(HITS)
             told = self.ask(pool, True).result()
