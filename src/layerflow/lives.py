@@ -25,7 +25,8 @@ class Life(Generic[State]):
         self._meaning = {state: meaning for state, (meaning, _) in states.items()}
         self._next = {state: tuple(follows) for state, (_, follows) in states.items()}
         named = set(type(self.first)) == states.keys()
-        if not named or self._reached_from(self.first) != states.keys():
+        self._reached = {state: self._reached_from(state) for state in states} if named else {}
+        if not named or self._reached[self.first] != states.keys():
             raise ValueError(f"{record}: its table must have every state, each reached from the first")
 
     def check(self, before: State, after: State, name: str) -> None:
@@ -38,7 +39,7 @@ class Life(Generic[State]):
 
     def leads(self, before: State, after: State) -> bool:
         """Whether a record can come from one state to the other, by any number of transitions, or by none."""
-        return after in self._reached_from(before)
+        return after in self._reached[before]
 
     def drawn(self) -> str:
         """The table, as the documentation shows it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from layerflow.hits import HitLength
@@ -45,6 +46,25 @@ def view_of_saves(context: ServerContext, engine: str, used: set[tuple[int, int]
     return LookupView(context.pool, lambda keys: [saved(key) for key in keys])
 
 
+async def outlast(
+    context: ServerContext,
+    session: ClientSession,
+    message: wire.Lookup,
+    pending: Callable[[Handoff], bool],
+    until: float,
+) -> Handoff:
+    """A lookup's hand-off once it is not `pending` any more; or as it is at `until`.
+
+    :raises Replaced: the engine's weights were replaced meanwhile, at its next state at the latest.
+    """
+    resets = session.resets
+    charge = functools.partial(session.account.charge, waiting(message), kept_bytes(message))
+    handoff = context.handoffs.outlast(
+        message.handoff, lambda handoff: session.resets == resets and pending(handoff), until, charge
+    )
+    return await unreplaced(session, handoff)
+
+
 async def follow_handoff(
     context: ServerContext, session: ClientSession, message: wire.Lookup, until: float
 ) -> tuple[Handoff, str]:
@@ -52,17 +72,15 @@ async def follow_handoff(
 
     :returns: the hand-off, claimed; why it is not followed, else empty.
     """
-    spec, resets = session.spec, session.resets
+    spec = session.spec
     assert spec is not None
 
     def pending(handoff: Handoff) -> bool:
-        coming = handoff.status is HandoffStatus.ANNOUNCED or (
+        return handoff.status is HandoffStatus.ANNOUNCED or (
             handoff.status is HandoffStatus.OPEN and not _mismatch(spec, handoff) and not _can_follow(spec, handoff)
         )
-        return coming and session.resets == resets
 
-    charge = functools.partial(session.account.charge, waiting(message), kept_bytes(message))
-    handoff = await unreplaced(session, context.handoffs.outlast(message.handoff, pending, until, charge))
+    handoff = await outlast(context, session, message, pending, until)
     if pending(handoff):
         return handoff, f"{handoff.status.value} and not readable in time"
     if why := _mismatch(spec, handoff):

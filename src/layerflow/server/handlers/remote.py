@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Sequence
 
@@ -11,6 +10,7 @@ from layerflow.keys import DIGEST_BYTES
 from layerflow.server.clients import ClientSession
 from layerflow.server.handlers.asked import kept_bytes, read_lookup, unreplaced, waiting
 from layerflow.server.handlers.context import ServerContext
+from layerflow.server.handlers.following import outlast
 from layerflow.server.handoffs.handoff import Handoff, HandoffStatus
 from layerflow.server.mailboxes import Answer, next_turn
 from layerflow.server.peers.attachment import Attachment
@@ -57,16 +57,14 @@ def _servers(context: ServerContext, message: wire.Lookup) -> list[Attachment]:
 
 async def _own_part(context: ServerContext, session: ClientSession, message: wire.Lookup, until: float) -> Handoff:
     """This server's part of the hand-off, claimed once it is complete; or as it is at its end, or at `until`."""
-    resets = session.resets
-
-    def pending(handoff: Handoff) -> bool:
-        return handoff.status in (HandoffStatus.ANNOUNCED, HandoffStatus.OPEN) and session.resets == resets
-
-    charge = functools.partial(session.account.charge, waiting(message), kept_bytes(message))
-    handoff = await unreplaced(session, context.handoffs.outlast(message.handoff, pending, until, charge))
+    handoff = await outlast(context, session, message, _is_coming, until)
     if handoff.status is HandoffStatus.COMPLETE:
         context.handoffs.claim(handoff, time.monotonic(), message.lease_ms / 1e3)
     return handoff
+
+
+def _is_coming(handoff: Handoff) -> bool:
+    return handoff.status in (HandoffStatus.ANNOUNCED, HandoffStatus.OPEN)
 
 
 async def _ask(
