@@ -107,7 +107,7 @@ INQUIRY_LIFE = Life(
     "a lookup",
     {
         InquiryState.WANTED: ("its hit may be loaded yet", (InquiryState.TAKEN, InquiryState.DROPPED)),
-        InquiryState.TAKEN: ("it is loaded, by what was known then; an answer that comes later brings its lease", ()),
+        InquiryState.TAKEN: ("its hit went to the workers; an answer that is still to come only brings the lease", ()),
         InquiryState.DROPPED: ("nothing of it is loaded: what an answer leases is given back", ()),
     },
 )
@@ -121,7 +121,7 @@ class Inquiry(Pending):
     :param follow: what it may wait for.
 
     :ivar hit: the answer's, a miss where there is none; None while it is under way.
-    :ivar seen: what the server's table shows, where that is taken for an answer until there is one.
+    :ivar seen: a hit by the server's table, which stands in for the answer until that comes; None = not used.
     """
 
     request: str
@@ -327,8 +327,12 @@ LOOK_MS = 20
 
 @dataclass(slots=True)
 class _Release:
-    """:param until: monotonic seconds. :param before: a number: an answer to a question with a larger one says that it
-    was heard. :param said: over the connection that there is now."""
+    """A release that the server may not have heard.
+
+    :param until: monotonic seconds; then it is given up.
+    :param before: once a question with a larger number is answered, the server has heard the release too.
+    :param said: over the present connection.
+    """
 
     message: ReleaseHandoff
     until: float

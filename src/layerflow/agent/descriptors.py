@@ -23,8 +23,10 @@ from layerflow.wire.packing import pack_u32, unpack_u32, unpack_u64
 
 
 class ObjectDescriptor(msgspec.Struct, frozen=True):
-    """One object of a part: `blocks` are table positions, the first of them `index` blocks into the object.
+    """One object of a part.
 
+    :param blocks: positions in the request's block table.
+    :param index: which of the object's blocks the first of them is.
     :param block_digests: saves of the first group: see :meth:`layerflow.keys.Chain.block_digests`.
     """
 
@@ -181,7 +183,7 @@ def without_tails(parts: Sequence[PartDescriptor]) -> list[PartDescriptor]:
 
 
 def with_more(parts: Sequence[PartDescriptor]) -> list[PartDescriptor]:
-    """Return these loads as ones whose plans another step uses as well, which each worker opens after theirs."""
+    """Return these loads, marked: their plans are used once more, in a step that each worker opens later."""
     return [
         replace(part, places=replace(part.places, more=True)) if part.places is not None else part for part in parts
     ]

@@ -46,7 +46,7 @@ class Kind:
         return range(self.first_token(hit) // chunk_tokens, -(-hit // chunk_tokens))
 
     def inside(self, held: int, shared: int) -> bool:
-        """Whether what is stored of a chunk of `held` tokens serves a hit that ends after its first `shared` ones."""
+        """Can a hit that ends after the first `shared` tokens of a chunk be loaded from an object of `held` tokens?"""
         if self.exact and shared != held:
             return False
         return self.first_token(shared) // self.block_size >= self.keep(held).start

@@ -31,7 +31,7 @@ from layerflow.pool.eviction import S3Fifo
 from layerflow.pool.slots import Slots
 from layerflow.presence import Presence, PresenceWriter
 
-# Headers of objects in the arena, which only the pool writes: written, erased, and are they what it has written?
+# Headers of objects in the arena. Only the pool writes them, so one that is not as it wrote it was overwritten.
 
 
 log = structlog.get_logger(__name__)
@@ -113,7 +113,7 @@ class Headers:
 # Room in the arena: free slots, and objects that are evicted where there are none.
 
 
-_PATIENCE = 2  # rounds of victims in order that may free no room for a new size
+_PATIENCE = 2  # so often may victims in the policy's order free no room of a size; then they are chosen by their place
 
 
 class Room:

@@ -56,7 +56,7 @@ class IncomingJob:
     :param source: brings them.
     :param keys: by position, as the core and whoever moves them know them.
     :param layers: the model's layer numbers, as the core knows them.
-    :param left: positions whose room is neither published nor free again.
+    :param left: positions whose room in the arena is still reserved: neither published nor given back.
     :param done: nothing of it comes any more.
     :param leases: what others than loads want of it, by owner.
     """
@@ -160,7 +160,7 @@ class IncomingObjects:
                 job.done = True
                 if isinstance(job, FetchJob):  # of a follow, readers may be at the room of what is lost
                     self._end_leases(job, list(job.leases))
-        # Whoever waited for its objects may have gone on by now, and with it the core: once is enough.
+        # Waking who waited for its objects may have ended the job already: the core is told once.
         if job.done and not job.left and self.jobs.pop(job.number, None) is not None:
             self._end_leases(job, list(job.leases))
             job.source.job_over(job)
@@ -231,7 +231,10 @@ class IncomingObjects:
                 del self._leased[owner]
 
     def divide(self, job: IncomingJob, heir: IncomingJob, keys: Collection[bytes]) -> list[Event]:
-        """Let some of a job's objects be another's: their leases, too. What the core is told of the leases."""
+        """Move some of a job's objects to another job, their leases too.
+
+        :returns: what the core is to be told of the leases.
+        """
         return [event for owner in list(job.leases) for event in self._drop(job, owner, keys, heir)]
 
     def drop_lease(self, owner: Owner, keys: Collection[bytes] | None = None) -> None:

@@ -1,8 +1,8 @@
 """Plans: hits whose places were told. What they name stays where it is, whatever time passes and whoever is aborted.
 
 A plan pins its objects until every worker of its engine that was attached then has opened its last step with it (the
-step pins what it loads), or is gone, or until whoever asked says that it is not used. Whoever asked and has hung up
-cannot say so any more: what no worker has used by then is a lease again.
+step pins what it loads), or is gone, or until whoever asked says that it is not used. If whoever asked
+hangs up, what no worker has used by then becomes a lease again, which runs out.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def keep_collections_short() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.collect()  # the next one comes when new objects are a quarter of what the last one visited: nothing, now
+    gc.collect()  # visits nothing: a full one comes when new objects are a quarter of those, so at once from now on
     gc.set_threshold(*gc.get_threshold()[:2], 1)
     if _freeze not in gc.callbacks:
         gc.callbacks.append(_freeze)

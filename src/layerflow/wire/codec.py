@@ -31,6 +31,7 @@ _GROWN = (
     messages.PeerLookup,
     messages.PeerOpenHandoff,
 )
+_GROWN_NAMES = ", ".join(kind.__name__ for kind in _GROWN)
 _GROWING = frozenset(kind.__struct_config__.tag for kind in _GROWN)
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
@@ -178,10 +179,7 @@ def decode_request(frame: bytes, max_bytes: int = DEFAULT_MAX_BYTES) -> ToServer
     :raises ProtocolError: too large, not msgpack, unknown number, wrong types.
     """
     if len(frame) > SMALL_BYTES and not (frame[0] >> 4 == 0x9 and frame[1] in _GROWING):
-        raise ProtocolError(
-            f"a message of {len(frame)} bytes; only Lookup, OpenStep, OpenHandoff, Report, PeerLookup and "
-            f"PeerOpenHandoff may have more than {SMALL_BYTES}"
-        )
+        raise ProtocolError(f"a message of {len(frame)} bytes; only {_GROWN_NAMES} may have more than {SMALL_BYTES}")
     return _decode(_to_server, frame, max_bytes)  # type: ignore[no-any-return]
 
 

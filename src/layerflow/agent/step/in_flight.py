@@ -98,7 +98,10 @@ class InFlight:
         return self._condition.wait_for(lambda: self._ended[direction] == self._begun[direction], timeout_s)
 
     def settle(self, directions: Collection[int]) -> list[tuple[Batch, str]]:
-        """Nothing that was enqueued so far touches either memory any more. Batches a broken device moved, and why."""
+        """Wait until nothing that was enqueued so far touches either memory any more.
+
+        :returns: batches that a broken device was moving, each with the reason.
+        """
         settling = [(batch, event) for batch, event in self._unsettled if batch.direction in directions]
         self._unsettled = [(batch, event) for batch, event in self._unsettled if batch.direction not in directions]
         failed = []

@@ -71,7 +71,7 @@ def kept_bytes(message: wire.Lookup) -> int:
 
 
 async def read_lookup(spec: ModelSpec, message: wire.Lookup) -> LookupRequest:
-    """What a lookup that is checked asks for. What waits keeps its message alone, and is read again."""
+    """What a checked lookup asks for. One that waits keeps only its message meanwhile, and is read again afterwards."""
     digests = await in_slices(codec.split_in_slices(message.digests, f"request {message.request!r}"))
     return LookupRequest(message, digests, _blocks_of(message, spec))
 

@@ -255,9 +255,10 @@ class Lookups:
     async def _lease(
         self, session: ClientSession, asked: LookupRequest, hit: HitLength, owner: Owner, until: float
     ) -> bytes:
-        """Pin what is here of a hit; the places of its objects, empty where no load of it could do with those alone.
+        """Pin what is here of a hit.
 
         :param owner: has the pins, until `until` (monotonic seconds).
+        :returns: the places of its objects; empty where a load would need others too.
         """
         assert session.spec is not None
         spec = session.spec if hit.drafts else session.spec.own

@@ -55,7 +55,7 @@ class PoolRoom(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Model:
-    """:ivar noted: by number, what was read or written; None = it cannot be understood.
+    """:ivar noted: by number, the partition that was read or written there; None = those bytes name none.
     :ivar stale: it is to be looked at once more when it is no longer busy.
     """
 
@@ -209,7 +209,7 @@ class PartitionRegistry:
         return [shard for shard in model.own if shard not in model.noted.values()]
 
     def _read(self, model: _Model, number: int, raw: bytes) -> None:
-        """What another server has written is believed no further than that it may be asked for."""
+        """Another server wrote this: the worst that a wrong one may do is that its objects are asked for in vain."""
         length = int.from_bytes(raw[:_LENGTH_BYTES], "little")
         model.noted[number] = None
         try:

@@ -36,13 +36,13 @@ HANDSHAKE_S = 5.0
 STRANGER_S = 8.0
 """How long a connection without a session may stay."""
 MAX_STRANGERS = 64
-"""Connections without a session. Past it one of the process or address that has most of them is closed."""
+"""Connections without a session. Beyond it, whichever process or address has the most of them loses one."""
 
 MESSAGE_S = 30.0
 """How long a message may take from its first byte to its last."""
 HALF_RECEIVED_BYTES = 64 << 20
-"""Of all clients' half-received messages above 64 KiB, but at least four of the largest size. Past it one
-of the process or address that has most of them ends."""
+"""Of all clients' half-received messages above 64 KiB, but at least four of the largest size. Beyond it,
+whichever process or address has the most of them loses one."""
 
 THROTTLE_BYTES = 1 << 20
 """A client with so many bytes of unread answers is not listened to until it has read them."""
@@ -107,7 +107,7 @@ class Door:
     :param on_message: called with the client's identity and its message's only frame; None in its place: there were
         several, which were dropped as they came.
     :param on_hang_up: called, never from within another call, with the identity of a client that is gone.
-    :param known: has this client a session? Others are few, soon closed, and send nothing large.
+    :param known: has this client a session? Those without one are few, may send nothing large, and are closed soon.
     :param max_bytes: of a client's message.
     :param mechanism: makes a connection's end of the security mechanism.
     """
