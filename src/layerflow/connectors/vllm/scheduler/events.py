@@ -79,7 +79,7 @@ class ChunkEvents:
                     chunk = self._pending.pop(key, None) or self._chunk(part, piece, requests[part.request])
                     chunk.asked_at = now
                     self._pending[key] = chunk
-        # Nothing is ever reported of saves that failed, or found their chunk stored already: the oldest are asked about.
+        # Saves that failed, or found their chunk stored already, are reported by nobody: the oldest are asked about.
         while self._pending:
             oldest = next(iter(self._pending))
             if now - self._pending[oldest].asked_at <= FORGET_S:
