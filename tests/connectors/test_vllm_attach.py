@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from layerflow import Agent, GroupSpec, ModelSpec, Plane
-from layerflow.connectors.vllm.identity.adapters import WeightsReading
+from layerflow.connectors.common.weights import WeightsReading
 from layerflow.connectors.vllm.layout import Layout
 from layerflow.connectors.vllm.plan import NOT_NAMED, StepPlan
 from layerflow.errors import ServerLost

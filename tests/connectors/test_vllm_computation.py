@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from layerflow.connectors.vllm.identity.computation import computation_of, plain
+from layerflow.connectors.common.computation import plain
+from layerflow.connectors.vllm.identity.computation import computation_of
 from layerflow.connectors.vllm.identity.identity import arithmetic_of, checkpoint_of
 from layerflow.errors import ConfigError
 

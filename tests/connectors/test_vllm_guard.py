@@ -14,7 +14,7 @@ from test_vllm_scheduler import BLOCKS, House, fakes
 from vllm_fakes import BLOCK, FULL, output
 
 from layerflow.agent.values import Hit
-from layerflow.connectors.vllm.guard import _told
+from layerflow.connectors.common.guard import _told
 from layerflow.connectors.vllm.pd import decoding, side
 from layerflow.connectors.vllm.pd.conventions.parts import MAX_ID
 from layerflow.connectors.vllm.pd.decoding import MOST_KNOWN, HttpCalls

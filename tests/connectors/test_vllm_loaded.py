@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from layerflow.connectors.vllm.identity.loaded import EXCHANGED, LOADED, WRITTEN, LoadedWeights
+from layerflow.connectors.common.loaded import EXCHANGED, LOADED, WRITTEN, LoadedWeights
 
 
 class Model(nn.Module):

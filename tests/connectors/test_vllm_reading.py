@@ -6,8 +6,7 @@ import threading
 
 import pytest
 
-from layerflow.connectors.vllm.identity.adapters import WeightsReading
-from layerflow.connectors.vllm.identity.identity import Checkpoint
+from layerflow.connectors.common.weights import Checkpoint, WeightsReading
 from layerflow.connectors.vllm.layout import Layout
 from layerflow.errors import ConfigError
 from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard

@@ -15,7 +15,7 @@ from e2e.known import KnownWorker, Run
 
 from layerflow.agent import StepRequest
 from layerflow.agent.descriptors import describe_loads, describe_saves
-from layerflow.connectors.vllm.identity.loaded import WRITTEN, LoadedWeights
+from layerflow.connectors.common.loaded import WRITTEN, LoadedWeights
 from layerflow.connectors.vllm.plan import LazySaves, StepPlan
 from layerflow.connectors.vllm.worker.worker import WorkerSide
 from layerflow.server import EmbeddedServer

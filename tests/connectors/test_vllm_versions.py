@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from layerflow.connectors.common.interface import check_call, check_interface, missing_symbol
 from layerflow.connectors.vllm.options import allows_unknown, parse_options
-from layerflow.connectors.vllm.versions import check_call, check_interface, check_version, missing_symbol, release
+from layerflow.connectors.vllm.versions import check_version, release
 from layerflow.errors import ConfigError, Unsupported
 
 
@@ -98,7 +99,7 @@ class Connector(Hooks):
 
 
 def test_a_connector_that_implements_its_base_class() -> None:
-    check_interface(Connector, "0.99")
+    check_interface(Connector, "vLLM 0.99")
 
 
 def _with(**changed: Any) -> type[Any]:
@@ -126,29 +127,29 @@ def _facts(cls: Any, config: Any, role: str = "") -> str: ...  # type: ignore[em
 )
 def test_an_argument_that_it_does_not_take_is_named(changed: dict[str, Any], named: str) -> None:
     with pytest.raises(Unsupported, match=rf"vLLM 0\.99: it calls {named}, which this connector does not take"):
-        check_interface(_with(**changed), "0.99")
+        check_interface(_with(**changed), "vLLM 0.99")
 
 
 def test_fewer_arguments_are_well_where_ours_has_defaults() -> None:
-    check_interface(_with(end=_end), "0.99")
+    check_interface(_with(end=_end), "vLLM 0.99")
 
 
 def test_a_method_that_it_does_not_have_is_named() -> None:
     def drain(self: Any) -> None: ...
 
     with pytest.raises(Unsupported, match="its connectors must have drain"):
-        check_interface(_with(drain=abstractmethod(drain)), "0.99")
+        check_interface(_with(drain=abstractmethod(drain)), "vLLM 0.99")
 
 
 def test_what_it_calls_takes_what_it_gives() -> None:
     def hashed(request: Any, start: int, stop: int) -> None: ...
 
-    check_call(hashed, "0.99", None, 1, 2)
+    check_call(hashed, "vLLM 0.99", None, 1, 2)
     with pytest.raises(Unsupported, match=r"hashed\(\) cannot be called .*: too many positional"):
-        check_call(hashed, "0.99", None, 1, 2, 0)
+        check_call(hashed, "vLLM 0.99", None, 1, 2, 0)
 
 
 def test_a_name_that_vllm_does_not_have_any_more_is_named() -> None:
     with pytest.raises(ImportError) as error:
         from json import Nothing  # type: ignore[attr-defined]  # noqa: F401
-    assert "Nothing" in str(missing_symbol(error.value, "0.99"))
+    assert "Nothing" in str(missing_symbol(error.value, "vLLM 0.99"))

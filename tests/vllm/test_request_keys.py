@@ -18,7 +18,7 @@ import pytest
 from lora import adapter
 from scenario import feature
 
-from layerflow.connectors.vllm.identity.computation import rotary_facts
+from layerflow.connectors.common.computation import rotary_facts
 from layerflow.connectors.vllm.identity.identity import RequestKeys, arithmetic_of
 from layerflow.connectors.vllm.reuse import kind_of, obstacle
 from layerflow.errors import Unsupported

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from layerflow.connectors.vllm.versions import check_interface, missing_symbol
+from layerflow.connectors.common.interface import check_interface, missing_symbol
 
 if TYPE_CHECKING:
     from layerflow.connectors.vllm.connector import LayerflowConnector
@@ -33,6 +33,6 @@ def __getattr__(name: str) -> object:
     except ImportError as error:
         if not (error.name or "").startswith("vllm"):
             raise
-        raise missing_symbol(error, vllm.__version__) from error
-    check_interface(LayerflowConnector, vllm.__version__)
+        raise missing_symbol(error, f"vLLM {vllm.__version__}") from error
+    check_interface(LayerflowConnector, f"vLLM {vllm.__version__}")
     return LayerflowConnector

@@ -25,11 +25,13 @@ from vllm.forward_context import is_forward_context_available
 
 from layerflow.agent import Agent
 from layerflow.config.settings import Settings
-from layerflow.connectors.vllm.guard import tell
-from layerflow.connectors.vllm.identity.adapters import START_WAIT_S, Adapters, WeightsReading
-from layerflow.connectors.vllm.identity.computation import model_of
+from layerflow.connectors.common.computation import model_of
+from layerflow.connectors.common.guard import tell
+from layerflow.connectors.common.interface import check_call
+from layerflow.connectors.common.loaded import LoadedWeights
+from layerflow.connectors.common.weights import START_WAIT_S, WeightsReading
+from layerflow.connectors.vllm.identity.adapters import Adapters
 from layerflow.connectors.vllm.identity.identity import RequestKeys
-from layerflow.connectors.vllm.identity.loaded import LoadedWeights
 from layerflow.connectors.vllm.layout import Layout, layer_specs, layout_of, waits_by_layer, wanted_layout
 from layerflow.connectors.vllm.options import Options, allows_unknown, parse_options
 from layerflow.connectors.vllm.pd.options import check_policy
@@ -39,7 +41,7 @@ from layerflow.connectors.vllm.reuse import obstacle
 from layerflow.connectors.vllm.scheduler import recovery
 from layerflow.connectors.vllm.scheduler.events import ChunkEvents
 from layerflow.connectors.vllm.scheduler.scheduler import SchedulerSide
-from layerflow.connectors.vllm.versions import check_call, check_version, release
+from layerflow.connectors.vllm.versions import check_version, release
 from layerflow.connectors.vllm.worker.hook_times import ENVIRONMENT, HookTimes
 from layerflow.connectors.vllm.worker.hooks import forward_pass
 from layerflow.connectors.vllm.worker.order import steps_in_flight
@@ -98,7 +100,7 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = vllm_config.kv_transfer_config
         check_version(vllm.__version__, allow_unknown=allows_unknown(transfer.kv_connector_extra_config))
         named = {"vllm_config": vllm_config, "role": role, "kv_cache_config": kv_cache_config}
-        check_call(super().__init__, vllm.__version__, **named)
+        check_call(super().__init__, f"vLLM {vllm.__version__}", **named)
         super().__init__(**named)
         self.options = parse_options(
             transfer.kv_connector_extra_config, producer=transfer.is_kv_producer, consumer=transfer.is_kv_consumer

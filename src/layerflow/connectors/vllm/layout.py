@@ -22,8 +22,9 @@ import structlog
 import torch
 
 from layerflow.boxes import HeadAxis, PlaneInterior, head_axis
+from layerflow.connectors.common.weights import Checkpoint
 from layerflow.connectors.vllm.identity.computation import computation_of
-from layerflow.connectors.vllm.identity.identity import Checkpoint, arithmetic_of, checkpoint_of, quantization_of
+from layerflow.connectors.vllm.identity.identity import arithmetic_of, checkpoint_of, quantization_of
 from layerflow.connectors.vllm.options import Options
 from layerflow.connectors.vllm.reuse import kind_of
 from layerflow.connectors.vllm.versions import release

@@ -9,65 +9,12 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
+from layerflow.connectors.common.weights import WeightsReading, folder_of
 from layerflow.content import folder_content
 from layerflow.errors import ConfigError, LayerflowError
-from layerflow.system.threads import OwnedThread
-
-# Reads weights on a thread of its own: no start, and no request, waits long for their digest.
-
-
-START_WAIT_S = 10.0
-"""How long a start waits for the digest of its weights. Later, the engine shares nothing until that is known."""
-
-JOIN_S = 2.0
-"""How long a shutdown waits for the reader to leave its present file."""
-
-Found = TypeVar("Found")
-
-
-class WeightsReading(Generic[Found]):
-    """Calls `read` on a thread of its own.
-
-    :param read: takes an event that ends it when set.
-    """
-
-    def __init__(self, read: Callable[[threading.Event], Found]) -> None:
-        self._read = read
-        self._stop, self._done = threading.Event(), threading.Event()
-        self._found: list[Found] = []
-        self._error: ConfigError | None = None
-        self._thread = OwnedThread("layerflow-weights", self._run, lost=lambda _: self._done.set()).start()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until it has ended; False after `timeout_s`."""
-        return self._done.wait(timeout_s)
-
-    @property
-    def found(self) -> Found:
-        """What `read` has returned, once it has ended.
-
-        :raises ConfigError: it found nothing.
-        """
-        if not self._found:
-            raise self._error or ConfigError("the thread that read the weights has failed")
-        return self._found[0]
-
-    def close(self) -> None:
-        """End it."""
-        self._stop.set()
-        self._thread.join(JOIN_S)
-
-    def _run(self) -> None:
-        try:
-            self._found.append(self._read(self._stop))
-        except ConfigError as error:
-            self._error = error
-        self._done.set()
-
 
 SMALL_BYTES = 16 << 20
 """Adapters up to this size are read on the scheduler's thread, in some milliseconds; larger ones behind it."""
@@ -181,16 +128,6 @@ def _is_there(lora: Any) -> bool:
     """May vLLM still read the adapter from its path? A hub's name always has one."""
     path = Path(lora.lora_path).expanduser()
     return path.exists() or not path.is_absolute()
-
-
-def folder_of(name: str, revision: str | None) -> Path:
-    """A checkpoint's folder: a path, or a hub's name of something vLLM has downloaded already."""
-    path = Path(name).expanduser()
-    if path.is_dir() or path.is_absolute():
-        return path
-    from huggingface_hub import snapshot_download  # noqa: PLC0415  vLLM brings it; nothing else needs it
-
-    return Path(snapshot_download(name, revision=revision, local_files_only=True))
 
 
 def _stamps(folder: Path) -> Stamps:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import structlog
 import torch
 
-from layerflow.connectors.vllm.identity.adapters import Adapters, folder_of
-from layerflow.connectors.vllm.identity.computation import plain
-from layerflow.content import name_in, renewed_content, tensor_bytes, weight_files, weights_content
-from layerflow.errors import ConfigError, LayerflowError, SpecError, Unsupported
+from layerflow.connectors.common.computation import plain
+from layerflow.connectors.common.weights import Checkpoint, checkpoint
+from layerflow.connectors.vllm.identity.adapters import Adapters
+from layerflow.content import tensor_bytes
+from layerflow.errors import Unsupported
 from layerflow.keys import Chain, Media, root_digest
 from layerflow.spec import ModelSpec
 
@@ -119,32 +117,6 @@ _MEDIA = (
 )
 """Of vLLM's MultiModalConfig: what changes an input's embeddings, and is not in its processed data."""
 
-_NAME_IT = "; set model_content in kv_connector_extra_config to a name that changes whenever the weights do"
-
-
-class Checkpoint(NamedTuple):
-    """Weights as vLLM has loaded them, not read yet.
-
-    :param head: what their content begins with: a name, or the seed of made-up weights.
-    :param files: those that have to be read; () = `head` is the content.
-    """
-
-    head: str
-    files: tuple[Path, ...] = ()
-
-    def content(self, stop: threading.Event | None = None) -> str:
-        """Digest of the weights, the same wherever they lie. Reads all of them, where no digest is known.
-
-        :param stop: set by another thread, it ends this call.
-        :raises ConfigError: a file cannot be read.
-        """
-        if not self.files:
-            return self.head
-        try:
-            return self.head + weights_content(self.files, stop)
-        except SpecError as error:
-            raise ConfigError(f"the model's content cannot be told: {error}{_NAME_IT}") from error
-
 
 def checkpoint_of(model: Any, load_config: Any, named: str = "") -> Checkpoint:
     """Which weights vLLM has loaded for a model.
@@ -153,32 +125,8 @@ def checkpoint_of(model: Any, load_config: Any, named: str = "") -> Checkpoint:
     :param named: the operator's own name for the content, see :class:`.options.Options`.
     :raises ConfigError: the weights are not safetensors files that can be found here, and they have no name.
     """
-    if named:
-        return Checkpoint(renewed_content("", name_of(named)))
-    load_format = str(load_config.load_format)
-    if load_format == "dummy":
-        return Checkpoint(f"dummy:{model.seed}")
-    try:
-        folder = folder_of(model.model, getattr(model, "revision", None))
-        return Checkpoint("", tuple(weight_files(folder, load_format)))
-    except (LayerflowError, OSError, ValueError) as error:
-        raise ConfigError(f"the model's content cannot be told from {model.model}: {error}{_NAME_IT}") from error
-
-
-def name_of(written: str) -> str:
-    """The name that `model_content` gives to the weights: itself, or after an @ what that file holds now.
-
-    :raises ConfigError: the file cannot be read, or is empty.
-    """
-    if not written.startswith("@"):
-        return written
-    try:
-        name = Path(written[1:]).read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"model_content = {written!r}: the file cannot be read: {error}") from error
-    if not name:
-        raise ConfigError(f"model_content = {written!r}: the file is empty; write the weights' name into it")
-    return name
+    revision = getattr(model, "revision", None)
+    return checkpoint(model.model, str(load_config.load_format), revision=revision, seed=model.seed, named=named)
 
 
 def arithmetic_of(vllm_config: Any, engine: str, computation: Collection[str] = ()) -> str:
@@ -239,43 +187,3 @@ class RequestKeys:
         adapter = self.adapters.content(request.lora_request)
         root = root_digest(spec.fingerprint, adapter=adapter, salt=request.cache_salt or "")
         return Chain(root, request.prompt_token_ids[:known], spec.chunk_tokens, media)
-
-
-# What the weights are called after a reset, where their operator names them.
-
-
-log = structlog.get_logger("layerflow.vllm")
-
-
-class Weights:
-    """The name in a file, read again in the first step after each reset.
-
-    vLLM resets when it pauses: the new weights, and their name, come between that and the next step.
-
-    :param written: ``model_content`` of the connector's options; only ``@FILE`` can name other weights.
-    """
-
-    def __init__(self, written: str) -> None:
-        self._written = written
-        self._last = ""
-        self.unnamed = False
-
-    def replaced(self, content: str) -> None:
-        """The weights are being replaced; `content` is what the old ones are called in keys."""
-        if not self._written.startswith("@"):
-            return
-        self.unnamed = True
-        self._last = name_in(content)
-
-    def name(self) -> str:
-        """The present weights' name; "" where they have none of their own: the old one would bring back old KV."""
-        self.unnamed = False
-        try:
-            name = name_of(self._written)
-        except ConfigError as error:
-            log.warning("weights_not_named", error=str(error))
-            return ""
-        if name == self._last:
-            log.warning("weights_not_named", error=f"{self._written} still holds {name!r}, the name of the old ones")
-            return ""
-        return name

@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from layerflow.connectors.vllm.identity.identity import RequestKeys, Weights
+from layerflow.connectors.common.weights import Weights
+from layerflow.connectors.vllm.identity.identity import RequestKeys
 from layerflow.content import renewed_content
 from layerflow.keys import Chain
 from layerflow.spec import ModelSpec

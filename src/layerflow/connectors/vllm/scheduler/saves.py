@@ -12,7 +12,7 @@ import numpy as np
 from layerflow.agent.costs import work_of
 from layerflow.agent.descriptors import PartDescriptor, describe_saves
 from layerflow.agent.values import StepRequest
-from layerflow.connectors.vllm.guard import attempt
+from layerflow.connectors.common.guard import attempt
 from layerflow.connectors.vllm.options import Options
 from layerflow.connectors.vllm.pd.prefilling import PrefillHandoff
 from layerflow.connectors.vllm.plan import LazySaves, Tables

@@ -23,7 +23,7 @@ from layerflow.agent.costs import LoadPolicy
 from layerflow.agent.descriptors import check_name, loads_drafts
 from layerflow.agent.lookups import Lookups
 from layerflow.agent.values import MISS
-from layerflow.connectors.vllm.guard import attempt, guarded, nothing
+from layerflow.connectors.common.guard import attempt, guarded, nothing
 from layerflow.connectors.vllm.identity.identity import RequestKeys
 from layerflow.connectors.vllm.options import Options
 from layerflow.connectors.vllm.pd.side import HandoffSide, merged

@@ -19,8 +19,8 @@ from layerflow.agent import Agent, LoadResult, NoStep, Step
 from layerflow.agent.agent import REPLACED
 from layerflow.agent.descriptors import PartDescriptor
 from layerflow.agent.lanes.save import FAST_LAYER_S
-from layerflow.connectors.vllm.guard import guarded, nothing, tell
-from layerflow.connectors.vllm.identity.loaded import LoadedWeights
+from layerflow.connectors.common.guard import guarded, nothing, tell
+from layerflow.connectors.common.loaded import LoadedWeights
 from layerflow.connectors.vllm.layout import Layout
 from layerflow.connectors.vllm.plan import StepPlan, Verdict, WorkerLayout, WorkerReport, requests_of
 from layerflow.connectors.vllm.worker.deferred import Deferred

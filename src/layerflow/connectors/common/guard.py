@@ -1,8 +1,8 @@
-"""One guard for every hook of vLLM's: what goes wrong in one never ends the engine.
+"""One guard for every hook of an engine: what goes wrong in one never ends the engine.
 
-vLLM's scheduler and its workers end with whatever their connector raises. What a request says, or is, can hurt that
-request only: it is computed without layerflow. Where a hook is of a whole step, the step goes on without layerflow, and
-each load that vLLM was promised is reported as failed.
+An engine's scheduler and its workers end with whatever their connector raises. What a request says, or is, can hurt
+that request only: it is computed without layerflow. Where a hook is of a whole step, the step goes on without
+layerflow, and each load that the engine was promised is reported as failed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import structlog
 
-log = structlog.get_logger("layerflow.vllm")
+log = structlog.get_logger("layerflow.connector")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -24,7 +24,7 @@ def nothing() -> None:
 
 
 class Side(Protocol):
-    """The scheduler's side, or a worker's."""
+    """What has hooks: a scheduler's side, or a worker's."""
 
     def hook_failed(self, hook: str, subject: Any) -> None:
         """Leave out what the hook was about.
@@ -41,7 +41,7 @@ S = TypeVar("S", bound=Side)
 def guarded(
     otherwise: Callable[[], R],
 ) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
-    """Guard a hook of a side.
+    """Guard a hook.
 
     :param otherwise: makes what is answered where the hook raises.
     """
@@ -51,7 +51,7 @@ def guarded(
         def guard(side: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
             try:
                 return hook(side, *args, **kwargs)
-            except Exception as error:  # noqa: BLE001 - told, and vLLM is told what follows from it
+            except Exception as error:  # noqa: BLE001 - told, and the engine is told what follows from it
                 subject = args[0] if args else None
                 tell(hook.__name__, subject, error)
                 attempt(functools.partial(side.hook_failed, hook.__name__, subject), hook.__name__)
@@ -80,7 +80,7 @@ MOST_TOLD = 64
 def tell(hook: str, subject: Any, error: Exception) -> None:
     """Log what a hook has raised; its exception the first time."""
     kind = hook, type(error).__name__
-    request = getattr(subject, "request_id", None)
+    request = subject if isinstance(subject, str) else getattr(subject, "request_id", None)
     first = kind not in _told and len(_told) < MOST_TOLD
     if first:
         _told.add(kind)
