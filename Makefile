@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup demo test test-vllm test-pd test-backends lint campaign bench bench-vllm bench-pd clean
+.PHONY: setup demo test test-vllm test-sglang test-pd test-backends lint campaign bench bench-vllm bench-pd clean
 
 setup: $(STAMP)
 
@@ -33,6 +33,10 @@ test: lint
 test-vllm:
 	tests/vllm/run.sh
 
+# A real SGLang on the CPU, with stand-ins for its kernels, in an environment of its own (2.5 GB).
+test-sglang:
+	tests/sglang/run.sh
+
 # Prefill and decode in vLLMs of their own, behind layerflow's proxy and somebody else's router.
 test-pd: $(STAMP)
 	tests/pd/run.sh
@@ -54,6 +58,7 @@ campaign: $(STAMP)
 	$(BIN)/python -m pytest -m campaign --timeout 1800
 	tests/backends/run.sh -m campaign --timeout 1800
 	tests/vllm/run.sh -m campaign
+	tests/sglang/run.sh -m campaign
 	tests/pd/run.sh -m campaign
 
 bench: $(STAMP)
@@ -70,4 +75,4 @@ bench-pd: $(STAMP)
 	$(BIN)/python -m bench.pd --out $(or $(OUT),bench-pd.json)
 
 clean:
-	rm -rf $(VENV) .venv-npu .venv-vllm* .venv-lmcache build out bench.json bench-vllm.json bench-pd.json
+	rm -rf $(VENV) .venv-npu .venv-vllm* .venv-sglang .venv-lmcache build out bench.json bench-vllm.json bench-pd.json

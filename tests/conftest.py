@@ -26,9 +26,16 @@ if find_spec("hypothesis"):
     hypothesis.settings.register_profile("any machine", deadline=None, suppress_health_check=[slow])
     hypothesis.settings.load_profile("any machine")
 
-# The folder itself is found as a package called vllm, one without a file, where the real one is not installed.
-_vllm = find_spec("vllm")
-collect_ignore = [] if _vllm and _vllm.origin else ["vllm", "pd"]
+
+def _is_installed(engine: str) -> bool:
+    """The tests' folder itself is found as a package of that name, one without a file, where the real one is not."""
+    found = find_spec(engine)
+    return found is not None and found.origin is not None
+
+
+collect_ignore = [] if _is_installed("vllm") else ["vllm", "pd"]
+if not _is_installed("sglang"):
+    collect_ignore.append("sglang")
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which is not in every environment of tests

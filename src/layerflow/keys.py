@@ -132,7 +132,7 @@ class Chain:
         return np.frombuffer(self._ids, np.int64)
 
     def _digest_full_chunks(self) -> None:
-        for index in range(len(self.digests), len(self) // self.chunk_tokens):
+        for index in range(len(self.digests), len(self._ids) // self.chunk_tokens):
             digest = self.partial(index, self.chunk_tokens)
             self.digests.append(digest)
             self._parents.append(digest)
@@ -192,6 +192,57 @@ class Chain:
             ids = ids[:]
             ids.byteswap()
         return memoryview(ids)[start : start + tokens].cast("B")
+
+
+class HashedChain(Chain):
+    """A prompt's digests, made from page hashes of the engine's own; its tokens are not known.
+
+    A page is a chunk. The engine has left out the token that it computes itself, so a hit may end with the last page.
+    Nothing but whole pages has a digest: no hit ends inside of one.
+
+    :param root: from :func:`root_digest`.
+    :param hashes: of the leading full pages, in order. Each stands for all tokens before its page's end, and for
+        whatever else of the request decides its KV. They may begin at any page of the prompt: the chain is then that of
+        the rest.
+    :param page_tokens: tokens of a page.
+    :param model: as of :class:`Chain`.
+    :raises BadKey: a page length below 1.
+    """
+
+    def __init__(self, root: bytes, hashes: Sequence[bytes], page_tokens: int, *, model: bytes = b""):
+        super().__init__(root, [], page_tokens, model=model)
+        for each in hashes:
+            hasher = hashlib.blake2b(each, digest_size=DIGEST_BYTES, key=root, person=b"layerflow-page")
+            self.digests.append(hasher.digest())
+        self._length = len(hashes) * page_tokens + 1
+        if page_tokens == 1:  # the token that was left out is a chunk of its own, which nobody ever stores
+            self.digests.append(hashlib.blake2b(digest_size=DIGEST_BYTES, key=root, person=b"layerflow-left").digest())
+        self._parents += self.digests
+
+    def __len__(self) -> int:
+        return self._length
+
+    def extend(self, tokens: Sequence[int] | np.ndarray) -> None:
+        """:raises BadKey: always."""
+        raise BadKey("a chain of page hashes has no tokens; make another one of more hashes")
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """:raises BadKey: always."""
+        raise BadKey("a chain of page hashes has no tokens")
+
+    @property
+    def tail(self) -> bytes:
+        """Empty: only whole pages have digests."""
+        return b""
+
+    def partial(self, chunk: int, tokens: int) -> bytes:
+        """Digest of a whole page; empty for a part of one."""
+        return self.digests[chunk] if tokens == self.chunk_tokens and chunk < len(self.digests) else b""
+
+    def block_digests(self, chunk: int, block_tokens: int, tokens: int = 0) -> bytes:
+        """Empty."""
+        return b""
 
 
 def _token_ids(tokens: Sequence[int] | np.ndarray) -> array[int]:

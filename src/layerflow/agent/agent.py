@@ -29,7 +29,7 @@ from layerflow.device.base import DeviceEvent
 from layerflow.device.captures import CaptureGate
 from layerflow.errors import ConfigError, LayerflowError, SessionError, SpecError
 from layerflow.flow.cost import ComputeCost, LinkCost, Mode
-from layerflow.keys import Chain, Media, root_digest
+from layerflow.keys import Chain, HashedChain, Media, root_digest
 from layerflow.observe.trace import StepTrace
 from layerflow.ops.paged import PagedMemory
 from layerflow.spec import ModelSpec
@@ -160,6 +160,15 @@ class Agent:
         """A prompt's digests; compute once per request."""
         model = self.spec.fingerprint
         return Chain(root_digest(model, adapter=adapter, salt=salt), tokens, self.spec.chunk_tokens, media, model=model)
+
+    def hashed_chain(self, hashes: Sequence[bytes], *, adapter: str = "", salt: str = "") -> HashedChain:
+        """The same from an engine's own page hashes, for engines that hand over no tokens.
+
+        :param hashes: one per leading page of ``spec.chunk_tokens`` tokens; each stands for all tokens before its
+            page's end. What is in them need not be said again as `adapter` or `salt`.
+        """
+        model = self.spec.fingerprint
+        return HashedChain(root_digest(model, adapter=adapter, salt=salt), hashes, self.spec.chunk_tokens, model=model)
 
     def lookup(self, request: str, chain: Chain, follow: Follow | None = None) -> Hit:
         """How much of the prompt can be loaded; leased until loaded or expired.

@@ -43,16 +43,22 @@ _ASKED = "get_"
 _DEPTH = 8
 
 
-def model_facts(modules: Collection[nn.Module], configs: Iterable[Any], known_code: Collection[str]) -> set[str]:
+def model_facts(
+    modules: Collection[nn.Module],
+    configs: Iterable[Any],
+    known_code: Collection[str],
+    sizes: frozenset[str] = frozenset(),
+) -> set[str]:
     """Facts that decide what a model's layers cache: its configurations, code and rotary embeddings.
 
     :param modules: all of the loaded model's, see :func:`model_of`.
     :param configs: of transformers' kind; those of the modules are added.
     :param known_code: packages whose version is in the key already; other code of a model is keyed by its text.
+    :param sizes: what the engine itself writes into a configuration and no number follows from.
     """
     found = [*configs, *(module.__dict__.get("config") for module in modules)]
     told = {id(config): config for config in found if hasattr(config, "to_dict")}.values()
-    facts = {fact("config", config_facts(config)) for config in told}
+    facts = {fact("config", config_facts(config, _UNUSED | sizes)) for config in told}
     facts |= {fact("code", [file.name, _text_digest(file)]) for file in _foreign_code(classes_of(modules), known_code)}
     return facts | {fact("rotary", rotary_facts(module)) for module in modules if _is_rotary(module)}
 
@@ -82,14 +88,14 @@ def model_of(layers: Collection[nn.Module]) -> list[nn.Module]:
     return list({id(module): module for root in roots for module in root.modules()}.values())
 
 
-def config_facts(config: Any) -> Any:
+def config_facts(config: Any, unused: frozenset[str] = _UNUSED) -> Any:
     """What decides numbers in a configuration of transformers', without what every configuration has by default."""
     told = config if isinstance(config, Mapping) else config.to_dict()
     usual = _usual() if not isinstance(config, Mapping) else {}
     return {
-        str(key): config_facts(value) if isinstance(value, Mapping) or hasattr(value, "to_dict") else plain(value)
+        str(key): config_facts(value, unused) if _is_config(value) else plain(value)
         for key, value in told.items()
-        if key not in _UNUSED and not str(key).endswith(_TOKENS) and not (key in usual and usual[key] == value)
+        if key not in unused and not str(key).endswith(_TOKENS) and not (key in usual and usual[key] == value)
     }
 
 
@@ -165,6 +171,10 @@ def _code_names(code: CodeType) -> set[str]:
         if isinstance(constant, CodeType):
             names |= _code_names(constant)
     return names
+
+
+def _is_config(value: Any) -> bool:
+    return isinstance(value, Mapping) or hasattr(value, "to_dict")
 
 
 def _usual() -> Mapping[str, Any]:

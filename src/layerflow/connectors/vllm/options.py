@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -10,10 +9,10 @@ from typing import Any, Literal
 from layerflow.backends import installed
 from layerflow.config.pool import usable_backend
 from layerflow.config.settings import Settings
-from layerflow.config.sources import LAYERWISE_MODES, what_to_write
+from layerflow.config.sources import LAYERWISE_MODES
+from layerflow.connectors.common.options import WrittenOptions
 from layerflow.connectors.vllm.pd.options import PdOptions, parse_pd
 from layerflow.connectors.vllm.versions import ALLOW_UNKNOWN
-from layerflow.endpoint import local_endpoint
 from layerflow.errors import ConfigError
 
 ModeSetting = Literal["auto", "layerwise", "bulk"]
@@ -80,12 +79,12 @@ def parse_options(extra: Mapping[str, Any], *, producer: bool, consumer: bool) -
     :raises ConfigError: unknown keys, a value of the wrong kind, a contradiction, or a key of another system
         that means nothing here; the message says what to use.
     """
-    if problems := _unknown_keys(extra):
-        raise ConfigError("\n".join(problems))
-    endpoint = _endpoint(extra)
-    backend = _backend(extra)
+    written = WrittenOptions(_WHERE, extra)
+    written.refuse_unknown((*_OWN_KEYS, *_SERVER_KEYS, *_POOL_TABLES))
+    endpoint = written.endpoint()
+    backend = _backend(written)
     server = {setting: extra[key] for key, setting in _SERVER_KEYS.items() if key in extra}
-    server |= {f"pool.{table}": _table(extra, table) for table in _POOL_TABLES if table in extra}
+    server |= {f"pool.{table}": written.table(table, f"[pool.{table}]") for table in _POOL_TABLES if table in extra}
     if endpoint and server:
         keys = ", ".join(key for key in (*_SERVER_KEYS, *_POOL_TABLES) if key in extra)
         raise ConfigError(
@@ -96,23 +95,21 @@ def parse_options(extra: Mapping[str, Any], *, producer: bool, consumer: bool) -
         server["pool.backend"] = backend
     Settings.load(None, server, called=_WHERE)  # refuses bad values now, with their names
     allows_unknown(extra)
-    chunk_tokens = _number(extra, "chunk_tokens", 0)
+    chunk_tokens = written.number("chunk_tokens", 0)
     if chunk_tokens != int(chunk_tokens) or chunk_tokens < 0:
         raise ConfigError(f"{_WHERE}: chunk_tokens = {chunk_tokens}: should be a whole number")
-    wait_ms = _number(extra, "lookup_wait_ms", DEFAULT_LOOKUP_WAIT_MS)
-    if not 0 <= wait_ms <= 1000:
-        raise ConfigError(f"{_WHERE}: lookup_wait_ms = {wait_ms}: should be 0 to 1000")
+    wait_ms = written.number("lookup_wait_ms", DEFAULT_LOOKUP_WAIT_MS, least=0, most=1000)
     return Options(
         endpoint=endpoint,
-        mode=_mode(extra),
+        mode=_mode(written),
         chunk_tokens=int(chunk_tokens),
-        load=consumer and _switch(extra, "consumer_is_to_load", True),
-        save=producer or _switch(extra, "consumer_is_to_put", False),
-        save_decode=_switch(extra, "save_decode_cache", False),
-        save_partial=not _switch(extra, "discard_partial_chunks", False),
+        load=consumer and written.switch("consumer_is_to_load", True),
+        save=producer or written.switch("consumer_is_to_put", False),
+        save_decode=written.switch("save_decode_cache", False),
+        save_partial=not written.switch("discard_partial_chunks", False),
         lookup_wait_s=wait_ms / 1e3,
-        model_content=_text(extra, "model_content"),
-        name=_text(extra, "name"),
+        model_content=written.text("model_content"),
+        name=written.text("name"),
         pd=parse_pd(extra),
         server=server,
     )
@@ -123,49 +120,17 @@ def allows_unknown(extra: Mapping[str, Any]) -> bool:
 
     :raises ConfigError: the setting is no switch.
     """
-    return _switch(extra, ALLOW_UNKNOWN, False)
+    return WrittenOptions(_WHERE, extra).switch(ALLOW_UNKNOWN, False)
 
 
-def _unknown_keys(extra: Mapping[str, Any]) -> list[str]:
-    """A line for each key that means nothing here: what to write instead, the closest key, or all keys."""
-    known, problems = sorted((*_OWN_KEYS, *_SERVER_KEYS, *_POOL_TABLES)), []
-    for key in extra:
-        if key in known:
-            continue
-        close = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
-        if advice := what_to_write(key):
-            problems.append(f"{_WHERE}: {key} has no use here: {advice}")
-        elif close:
-            problems.append(f"{_WHERE}: unknown key {key!r}; did you mean {close[0]}?")
-        else:
-            problems.append(f"{_WHERE}: unknown key {key!r}; known are {', '.join(known)}")
-    return problems
-
-
-def _endpoint(extra: Mapping[str, Any]) -> str:
-    """The server's control socket; "" where the first worker embeds a server."""
-    written = _text(extra, "endpoint")
-    if written.startswith("tcp://"):
-        raise ConfigError(
-            f"{_WHERE}: endpoint {written!r}: workers share memory with the server, so it must run "
-            "on this machine; give its ipc:// endpoint"
-        )
-    if not written.startswith("ipc://"):
-        return written
-    try:
-        return local_endpoint(written)
-    except ValueError as error:
-        raise ConfigError(f"{_WHERE}: endpoint: {error}") from None
-
-
-def _mode(extra: Mapping[str, Any]) -> ModeSetting:
-    mode = _text(extra, "mode")
+def _mode(written: WrittenOptions) -> ModeSetting:
+    mode = written.text("mode")
     if mode and mode not in ("auto", "layerwise", "bulk"):
         raise ConfigError(f"{_WHERE}: mode = {mode!r}: should be auto, layerwise or bulk")
     wanted = {mode} if mode else set()
-    if "use_layerwise" in extra:
-        wanted.add(LAYERWISE_MODES[_switch(extra, "use_layerwise", True)])
-    if _switch(extra, "load_async", False):
+    if "use_layerwise" in written:
+        wanted.add(LAYERWISE_MODES[written.switch("use_layerwise", True)])
+    if written.switch("load_async", False):
         wanted.add("bulk")  # all of a hit is there before its request is scheduled
     if len(wanted) > 1:
         raise ConfigError(
@@ -175,40 +140,12 @@ def _mode(extra: Mapping[str, Any]) -> ModeSetting:
     return wanted.pop() if wanted else "auto"  # type: ignore[return-value]
 
 
-def _backend(extra: Mapping[str, Any]) -> str:
+def _backend(options: WrittenOptions) -> str:
     """The backend by layerflow's name, "" if not given; checked with an endpoint too, though it decides there."""
-    written = _text(extra, "backend")
+    written = options.text("backend")
     if not written:
         return ""
     try:
         return usable_backend(written)
     except ValueError as error:
         raise ConfigError(f"{_WHERE}: backend = {written!r}: {error}") from None
-
-
-def _table(extra: Mapping[str, Any], key: str) -> dict[str, Any]:
-    value = extra[key]
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{_WHERE}: {key} = {value!r}: should be an object with the keys of [pool.{key}]")
-    return dict(value)
-
-
-def _text(extra: Mapping[str, Any], key: str) -> str:
-    value = extra.get(key, "")
-    if not isinstance(value, str):
-        raise ConfigError(f"{_WHERE}: {key} = {value!r}: should be text")
-    return value
-
-
-def _switch(extra: Mapping[str, Any], key: str, default: bool) -> bool:
-    value = extra.get(key, default)
-    if not isinstance(value, bool):
-        raise ConfigError(f"{_WHERE}: {key} = {value!r}: should be true or false")
-    return value
-
-
-def _number(extra: Mapping[str, Any], key: str, default: float) -> float:
-    value = extra.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"{_WHERE}: {key} = {value!r}: should be a number")
-    return value

@@ -1,0 +1,73 @@
+"""What the keys of SGLang's bytes depend on besides its page hashes: the weights, and what the engine computes with."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from layerflow.connectors.common.computation import classes_of, fact, model_facts, model_of, plain, reads
+from layerflow.connectors.common.weights import Checkpoint, checkpoint
+
+LENGTH = "context_len"
+"""SGLang writes it into the model's configuration. It is a size, unless some class of the model reads it."""
+
+_KNOWN_CODE = ("torch", "sglang")
+
+
+def loaded_modules() -> list[nn.Module]:
+    """All modules of the models that this process has loaded; SGLang hands linkers their pools only."""
+    layers = [each for each in gc.get_objects() if isinstance(each, nn.Module) and _is_attention(each)]
+    return model_of(layers)
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return type(module).__name__ in ("RadixAttention", "RadixLinearAttention")
+
+
+def checkpoint_of(cfg: Any, named: str) -> Checkpoint:
+    """Which weights SGLang has loaded.
+
+    :param cfg: its ServerArgs. :param named: the operator's own name for them.
+    :raises ConfigError: they are not safetensors files that can be found here, and they have no name.
+    """
+    load_format = str(getattr(cfg.load_format, "value", cfg.load_format))
+    return checkpoint(cfg.model_path, load_format, revision=cfg.revision, seed=cfg.random_seed or 0, named=named)
+
+
+def arithmetic_of(cfg: Any, release: str, modules: list[nn.Module], dtypes: Iterable[str]) -> str:
+    """What besides the weights decides the cached numbers, the same on every host and rank.
+
+    :param release: SGLang's: a disk outlives upgrades, and releases mend rotary and scale bugs.
+    :param dtypes: of the cache's tensors.
+    """
+    computed = model_facts(modules, (), _KNOWN_CODE, frozenset({LENGTH}))
+    readers = sorted(kind.__name__ for kind in classes_of(modules) if reads(kind, LENGTH))
+    if readers or not modules:
+        computed.add(fact(LENGTH, [readers, cfg.context_length]))
+    facts = {
+        "engine": f"sglang {release}",
+        "dtype": str(cfg.dtype),
+        "cache_dtype": [str(cfg.kv_cache_dtype), sorted(set(dtypes))],
+        "quantization": [str(cfg.quantization or ""), plain(getattr(cfg, "torchao_config", None))],
+        "overrides": str(cfg.json_model_override_args),
+        "scales": _scales(modules),
+        "computation": hashlib.blake2b("\n".join(sorted(computed)).encode(), digest_size=16).hexdigest(),
+    }
+    return json.dumps(facts, sort_keys=True)
+
+
+def _scales(modules: list[nn.Module]) -> list[Any]:
+    """Of a quantised cache: by layer, what keys and values were divided by."""
+    layers: list[Any] = [module for module in modules if type(module).__name__ == "RadixAttention"]
+    found = {
+        (int(layer.layer_id), scale, float(value))
+        for layer in layers
+        for scale in ("k_scale_float", "v_scale_float")
+        if (value := getattr(layer, scale, None)) is not None
+    }
+    return [list(each) for each in sorted(found)]

@@ -1,0 +1,66 @@
+"""What ``linker_extra_config`` may hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from layerflow.connectors.common.options import WrittenOptions
+from layerflow.connectors.sglang.versions import ALLOW_UNKNOWN
+from layerflow.endpoint import default_endpoint
+
+DEFAULT_LOOKUP_TIMEOUT_MS = 50.0
+"""How long SGLang's scheduler may stand still for one lookup. A server on this machine answers in one or two."""
+
+_KEYS = (
+    "endpoint", "name", "load", "save", "model_content", "lookup_timeout_ms", "load_timeout_ms", ALLOW_UNKNOWN,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The connector's settings, checked.
+
+    :param endpoint: of a running ``layerflow run`` on this machine.
+    :param name: what this engine is called in status, logs and metrics; "" = model, host and port.
+    :param load: look prompts up and load hits.
+    :param save: store what is computed.
+    :param model_content: names the weights where they are not safetensors files; "" = digest of the checkpoint.
+        ``@FILE`` = the name is what that file holds, at the start and after each flush that follows new weights.
+    :param lookup_timeout_s: a server that has not answered a lookup after so long has nothing.
+    :param load_timeout_s: a load that is not in place so long after its batch began has failed; None = the server's
+        ``transfer.step_timeout_ms``.
+    :param allow_unknown: run in an SGLang that the connector was not tested with.
+    """
+
+    endpoint: str = ""
+    name: str = ""
+    load: bool = True
+    save: bool = True
+    model_content: str = ""
+    lookup_timeout_s: float = DEFAULT_LOOKUP_TIMEOUT_MS / 1e3
+    load_timeout_s: float | None = None
+    allow_unknown: bool = False
+
+
+def parse_options(extra: Mapping[str, Any]) -> Options:
+    """Check and translate an extra config.
+
+    :raises ConfigError: unknown keys, or a value of the wrong kind.
+    """
+    written = WrittenOptions("linker_extra_config", extra)
+    written.refuse_unknown(_KEYS)
+    load_timeout = None
+    if "load_timeout_ms" in written:
+        load_timeout = written.number("load_timeout_ms", 0, least=1, most=3_600_000) / 1e3
+    return Options(
+        endpoint=written.endpoint() or default_endpoint(),
+        name=written.text("name"),
+        load=written.switch("load", True),
+        save=written.switch("save", True),
+        model_content=written.text("model_content"),
+        lookup_timeout_s=written.number("lookup_timeout_ms", DEFAULT_LOOKUP_TIMEOUT_MS, least=1, most=10_000) / 1e3,
+        load_timeout_s=load_timeout,
+        allow_unknown=written.switch(ALLOW_UNKNOWN, False),
+    )

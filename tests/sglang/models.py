@@ -1,0 +1,76 @@
+"""models.py FOLDER: tiny models with random weights, and the tokens that transformers makes of one prompt with each.
+
+Weights are far larger than a trained model's, so that equal tokens mean equal caches.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TOKENS = 8
+PROMPT = random.Random(5).choices(range(3, 500), k=300)
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 8192, "tie_word_embeddings": False,
+    "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "float32", "hidden_act": "silu",
+}  # fmt: skip
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    },
+    # Three layers of gated delta net and one of attention.
+    "qwen35": {
+        "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "rms_norm_eps": 1e-6,
+        "full_attention_interval": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+        "linear_num_key_heads": 4, "linear_num_value_heads": 8, "attn_output_gate": True, "partial_rotary_factor": 0.5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        "num_experts": 0, "mamba_ssm_dtype": "float32",
+    },
+}  # fmt: skip
+
+
+def build(folder: Path) -> None:
+    """Write every model, and ``expected.json``."""
+    expected = {}
+    for name, own in CONFIGS.items():
+        place = folder / name
+        place.mkdir(parents=True, exist_ok=True)
+        config = json.dumps(_COMMON | own, indent=1)
+        (place / "config.json").write_text(config)
+        # Some weights make one token for ever, which would hide a wrong cache.
+        seeds = iter(range(64))
+        while len(set(expected.setdefault(name, []))) < TOKENS - 2:
+            expected[name] = _weights(place, next(seeds))
+        (place / "config.json").write_text(config)  # as SGLang reads it; transformers' own has another architecture
+    (folder / "expected.json").write_text(json.dumps(expected))
+
+
+def _weights(place: Path, seed: int) -> list[int]:
+    """Write weights; the tokens that follow the prompt with them."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(place)).float().eval()
+    with torch.no_grad():
+        for _, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.08)
+        model.save_pretrained(place)
+        out = model.generate(
+            torch.tensor([PROMPT]), max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False,
+            eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+    return out[0, len(PROMPT) :].tolist()  # type: ignore[no-any-return]
+
+
+if __name__ == "__main__":
+    build(Path(sys.argv[1]))
