@@ -23,6 +23,9 @@ from layerflow.spec import ModelSpec, Shard
 from layerflow.system.memfd import SharedMemory
 from layerflow.wire.messages import Found, Lookup, TailHit
 
+WITHDRAWN = "what it holds was withdrawn while it was looked up"
+"""Why a hand-off that is open is not followed."""
+
 MOST_LOOKS = 128
 """Objects of one prompt that are looked for in the table on a scheduler's own thread, some 2 us each."""
 
@@ -166,7 +169,9 @@ def hit_of(found: HitLength | Found, chain: Chain, spec: ModelSpec, follow: Foll
     if found.following or found.reason:
         following = found.following and best.tokens > 0
         until = follow.deadline if following and follow is not None else 0.0
-        best = replace(best, following=following, reason=found.reason, until=until)
+        # A hand-off may be open when it is looked up, and over when its objects are looked for.
+        is_lost = found.following and not following and follow is not None and follow.handoff
+        best = replace(best, following=following, reason=found.reason or (WITHDRAWN if is_lost else ""), until=until)
     plan = PinnedPlaces.of(found, best.tokens, ends_in, spec) if best.tokens else None
     return best if plan is None else replace(best, plan=plan)
 
