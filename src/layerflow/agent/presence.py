@@ -94,14 +94,16 @@ class PresenceView:
         if len(chain.digests) * len(self._whole_spec.groups) * len(shards) > MOST_LOOKS:
             return None
         seen = _SeenKeys(self._table, chain, self._shard)
-        found = find_hit(seen, self._whole_spec, chain.parent(0), chain.digests, len(chain), own=chain.tail)
+        found = find_hit(seen, self._whole_spec, chain.parent(0), chain.digests, len(chain), tail_digest=chain.tail)
         hit = hit_of(found, chain, self._spec)
         end = self.end(chain)
-        if not seen.sure or (end is not None and self._reach(chain, end) > hit.tokens and self._may_share(chain, end)):
+        if not seen.sure or (
+            end is not None and self._longest_hit(chain, end) > hit.tokens and self._may_share(chain, end)
+        ):
             return None
         return hit
 
-    def _reach(self, chain: Chain, chunk: int) -> int:
+    def _longest_hit(self, chain: Chain, chunk: int) -> int:
         """Tokens of the longest hit that could end at a block of `chunk`."""
         unit, start = self._spec.block_tokens or 1, chunk * chain.chunk_tokens
         return self._spec.usable(start + (len(chain) - start) // unit * unit, len(chain)) or 0
