@@ -102,16 +102,16 @@ class ProxyError(LayerflowError):
 class UpstreamError(ProxyError):
     """An engine behind the proxy failed, fell silent, answered nonsense or refused.
 
-    :param judged: the engine refused the request itself (4xx): asking another one is no use.
+    :param rejected: the engine refused the request itself (4xx): asking another one is no use.
     :param counts: it speaks against the engine (5xx, network, silence), whose circuit breaker hears of it.
     :param body: the engine's own JSON error, which the client gets unchanged; None = made from `message`.
     """
 
     def __init__(
-        self, message: str, status: int = 502, *, judged: bool = False, counts: bool = True, body: bytes | None = None
+        self, message: str, status: int = 502, *, rejected: bool = False, counts: bool = True, body: bytes | None = None
     ) -> None:
         super().__init__(message, status)
-        self.judged = judged
+        self.rejected = rejected
         self.counts = counts
         self.body = body
 

@@ -108,13 +108,13 @@ class LookupSource(Protocol):
         """
         ...
 
-    def sharing(self, own: bytes) -> Iterable[tuple[int, int, bytes, int]]:
+    def sharing(self, prompt_blocks: bytes) -> Iterable[tuple[int, int, bytes, int]]:
         """Chunks that share leading blocks with a prompt, those that share most first.
 
         Of those that share as many, the ones that end there go first. Of each is told how many blocks it shares, its
         tokens, an object's key, and its whole blocks.
 
-        :param own: the prompt's block digests.
+        :param prompt_blocks: the prompt's block digests.
         """
         ...
 
@@ -126,7 +126,7 @@ def find_hit(
     digests: list[bytes],
     tokens: int,
     *,
-    own: bytes = b"",
+    tail_digest: bytes = b"",
     blocks: BlockDigests = NO_BLOCKS,
 ) -> HitLength:
     """The longest hit that every group and every shard satisfies, leaving one token to compute.
@@ -135,10 +135,10 @@ def find_hit(
 
     :param digests: of the prompt's full chunks, in order.
     :param tokens: length of the prompt.
-    :param own: digest of what the full chunks leave of the prompt; empty = nothing, or unknown.
+    :param tail_digest: digest of what the full chunks leave of the prompt; empty = nothing, or unknown.
     :param blocks: of the chunk in which the hit may end, or of more.
     """
-    search = search_hit(pool, spec, root, digests, tokens, own=own, blocks=blocks)
+    search = search_hit(pool, spec, root, digests, tokens, tail_digest=tail_digest, blocks=blocks)
     while True:
         try:
             next(search)
@@ -154,7 +154,7 @@ def search_hit(
     digests: list[bytes],
     tokens: int,
     *,
-    own: bytes = b"",
+    tail_digest: bytes = b"",
     blocks: BlockDigests = NO_BLOCKS,
 ) -> Generator[None, None, HitLength]:
     """:func:`find_hit` in slices: it stops after every :data:`SLICE_KEYS` keys or so, and returns the hit."""
@@ -186,7 +186,12 @@ def search_hit(
         # The prompt's block digests find those that begin as it does: no other need be looked at.
         undigested = bool(blocks.of(chunk))
         for tail, stored in _tails(
-            pool, spec, parent, room=room, own=own if chunk == len(digests) else b"", undigested=undigested
+            pool,
+            spec,
+            parent,
+            room=room,
+            tail_digest=tail_digest if chunk == len(digests) else b"",
+            undigested=undigested,
         ):
             tried += len(rules) * len(spec.shard.peers())
             if tried >= SLICE_KEYS:
@@ -278,13 +283,13 @@ class _Sharing(NamedTuple):
     digest: bytes
 
 
-def _sharing(pool: LookupSource, spec: ModelSpec, own: bytes, room: int) -> Iterator[_Sharing]:
+def _sharing(pool: LookupSource, spec: ModelSpec, prompt_blocks: bytes, room: int) -> Iterator[_Sharing]:
     """Stored chunks that begin as the prompt's next: those that share most first, and of these those that end there.
 
-    :param own: the prompt's next block digests.
+    :param prompt_blocks: the prompt's next block digests.
     :param room: its tokens that are left.
     """
-    for count, tokens, key, theirs in islice(pool.sharing(own), MAX_SHARING) if own else ():
+    for count, tokens, key, theirs in islice(pool.sharing(prompt_blocks), MAX_SHARING) if prompt_blocks else ():
         shared = count * spec.block_tokens
         whole = count == theirs and shared < tokens <= room
         if whole or spec.inside(tokens, shared):
@@ -309,7 +314,7 @@ def sharing_chunks(
 def _best(
     pool: LookupSource,
     spec: ModelSpec,
-    own: bytes,
+    prompt_blocks: bytes,
     room: int,
     fits: Callable[[int, int], bool],
 ) -> Iterator[tuple[int, tuple[int, bytes]]]:
@@ -320,7 +325,7 @@ def _best(
     :param fits: whether a hit may end in an object of so many tokens, of which so many (0 = all) are the prompt's.
     """
     best = 0
-    for shared, whole, tokens, digest in _sharing(pool, spec, own, room):
+    for shared, whole, tokens, digest in _sharing(pool, spec, prompt_blocks, room):
         if best and shared < best:
             return
         if best and not whole:
@@ -337,17 +342,17 @@ def _keys(spec: ModelSpec, digest: bytes) -> list[bytes]:
 
 
 def _tails(
-    pool: LookupSource, spec: ModelSpec, parent: bytes, *, room: int, own: bytes, undigested: bool
+    pool: LookupSource, spec: ModelSpec, parent: bytes, *, room: int, tail_digest: bytes, undigested: bool
 ) -> Iterator[tuple[tuple[int, bytes], bool]]:
     """Tails after `parent` of at most `room` tokens, longest first, and whether every group and shard has them.
 
     :param undigested: none whose block digests are known.
-    :param own: the prompt's own of exactly `room` tokens, which a pool may hold without listing it.
+    :param tail_digest: the prompt's own of exactly `room` tokens, which a pool may hold without listing it.
     """
     found = pool.tails(object_key(parent, 0, spec.shard.peers()[0]), room, undigested=undigested)
     # Taken at once: what is stored may change between two of them.
     listed = [(tokens, key[:DIGEST_BYTES]) for tokens, key in islice(found, MAX_TAILS_TRIED)]
-    for tail in dict.fromkeys([(room, own), *listed] if own and room else listed):
+    for tail in dict.fromkeys([(room, tail_digest), *listed] if tail_digest and room else listed):
         yield tail, all(pool.lookup(_keys(spec, tail[1])))
 
 

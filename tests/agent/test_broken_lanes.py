@@ -113,9 +113,9 @@ def test_the_poller_fails(machine: Machine, engine: Engine) -> None:
     with machine.running():
         engine.save("one")
         poller: Any = engine.agent._dispatcher.lanes.poller
-        poller._settle = _Once(poller._settle, MemoryError("no memory for a list"))
+        poller._fire_if_done = _Once(poller._fire_if_done, MemoryError("no memory for a list"))
         _load(engine, machine, "two")
-        assert eventually(lambda: poller._settle.raised, PATIENCE_S)
+        assert eventually(lambda: poller._fire_if_done.raised, PATIENCE_S)
         assert _attached_anew(engine)
         assert _loads_again(engine, machine)
 

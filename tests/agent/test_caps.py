@@ -191,7 +191,7 @@ def test_loads_that_wait_at_their_gate_end_with_their_step() -> None:
 
 def test_a_small_window_costs_no_more_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of a step is granted in two messages; what has ended is told after the first, and at the end."""
-    monkeypatch.setattr(load_lane, "TOLD_S", 1e9)
+    monkeypatch.setattr(load_lane, "REPORT_S", 1e9)
     with serving(prefetch_layers=1) as (_, [worker]):
         chain = worker.prompt(TOKENS)
         worker.serve(chain)
@@ -205,7 +205,7 @@ def test_a_small_window_costs_no_more_messages(monkeypatch: pytest.MonkeyPatch) 
             "message_received",
             lambda message: (heard.append(message), Dispatcher.message_received(dispatcher, message)),
         )
-        monkeypatch.setattr(lanes.load, "_told", lambda: (told.append(None), lanes._loaded_some()))
+        monkeypatch.setattr(lanes.load, "_on_reported", lambda: (told.append(None), lanes._loaded_some()))
         with recorded() as calls:
             loaded(worker, run, WAITS["layer by layer"])
         assert len(calls.of(LOAD)) >= LAYERS // 2, "each layer, or two, is a call of its own"

@@ -421,7 +421,7 @@ class TestEnds:
             assert worker.agent.wait_idle(run.name, PATIENCE_S)
         gate.set()
         assert eventually(lambda: pool.leases() == 0)
-        assert eventually(lambda: not worker.agent._dispatcher.bypass.stuck)
+        assert eventually(lambda: not worker.agent._dispatcher.direct.stuck)
         assert worker.serve(saved.chain).hit.tokens == TOKENS - 1
 
 
@@ -488,7 +488,7 @@ class TestCopiesThatDoNotReturn:
         with KnownWorker(house.endpoint, context=house.context) as worker:
             saved = worker.serve(worker.prompt(TOKENS), timeout_s=4.0)
             worker.serve(saved.chain, timeout_s=4.0)
-            dog = worker.agent._dispatcher.bypass._direct._watchdog  # type: ignore[union-attr]
+            dog = worker.agent._dispatcher.direct._direct._watchdog  # type: ignore[union-attr]
             assert eventually(lambda: not dog._alarms or dog._alarms[0].due > time.monotonic() + 10)
         assert not ended.is_set()
 

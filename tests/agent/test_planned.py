@@ -145,7 +145,7 @@ def test_an_object_that_was_replaced_is_not_begun(embed: Embed, monkeypatch: pyt
 
         def _there(self: Any) -> bool:
             looked.append(True)
-            same = bool((self._memory[self._indices] == self.words[1]).all())
+            same = bool((self._memory[self._indices] == self.generation_words[1]).all())
             return same or len(looked) == 1  # it was replaced right after it was looked at
 
         monkeypatch.setattr("layerflow.agent.step.loads.ObjectGuard.there", property(_there))
@@ -222,7 +222,7 @@ def test_no_time_ends_a_plan_in_use(embed: Embed) -> None:
             assert step.wait_layer(0)
             held.let_go()
             server.call(lambda: server.server.pool.expire(1e18))
-            assert worker.agent._control.plans.overdue(1e18) == []
+            assert worker.agent._control.plans.expired(1e18) == []
             for _ in range(4):
                 pressing = worker.admit(worker.prompt(1024), look=False)
                 with worker.agent.open_step([pressing.request(load=False)], PATIENCE_S) as saving:
@@ -241,7 +241,7 @@ def test_a_plan_that_is_not_used_is_void_in_time_and_given_back(embed: Embed) ->
     server = embed(pool__lease_ms=50)
     with worker_on(server) as worker:
         run = stored(worker, 160)
-        assert eventually(lambda: run.hit.plan.void)  # type: ignore[union-attr]
+        assert eventually(lambda: run.hit.plan.revoked)  # type: ignore[union-attr]
         assert eventually(lambda: not pinned(server))
         with worker.agent.open_step([run.request()], PATIENCE_S) as step:
             assert step.residents is None, "nothing begins by a plan that was given back"
@@ -389,7 +389,7 @@ def test_a_server_that_has_died_fails_no_load_and_its_arena_goes_later(
         step = step_of(agent.open_step([run.request()], LONG_S))
         assert step.wait_layer(1)
         hang_up()
-        assert eventually(lambda: step.orphaned)
+        assert eventually(lambda: step.detached)
     assert worker.forward(step, [run]) == 0
     assert not run.failed
     step.close()

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerflow.agent.lanes.load import LayerShape, PlannedCaps, WorkerDrivenLoads, WorkerDrivenQueue
+from layerflow.agent.lanes.load import WorkerDrivenCaps, WorkerDrivenLayer, WorkerDrivenLoads, WorkerDrivenQueue
 from layerflow.agent.lanes.task import CopyCaps, CopyTask, EmulatedLink
 from layerflow.agent.step.transfers import CANCELLED
 
@@ -32,7 +32,7 @@ def loads(
     step: FakeStep, layers: int, blocks: int, size: int, over: list[WorkerDrivenLoads] | None = None
 ) -> WorkerDrivenLoads:
     told = over if over is not None else []
-    shape = [LayerShape(layer, 0, size) for layer in range(layers)]
+    shape = [WorkerDrivenLayer(layer, 0, size) for layer in range(layers)]
     return WorkerDrivenLoads(step, shape, {0: blocks}, copier=None, link=EmulatedLink(0, 0), over=told.append)  # type: ignore[arg-type]
 
 
@@ -50,7 +50,7 @@ def end(queue: WorkerDrivenQueue, tasks: list[CopyTask], failure: str = "") -> N
 )  # fmt: skip
 def test_every_byte_once_within_all_caps(layers, blocks, size, most, nbytes, window, depth, random):
     step, over = FakeStep(), []
-    queue = WorkerDrivenQueue(PlannedCaps(window, depth))
+    queue = WorkerDrivenQueue(WorkerDrivenCaps(window, depth))
     planned = loads(step, layers, blocks, size, over)
     queue.add(planned)
     seen: dict[int, list[int]] = {layer: [0] * blocks for layer in range(layers)}
@@ -80,7 +80,7 @@ def test_every_byte_once_within_all_caps(layers, blocks, size, most, nbytes, win
 
 
 def test_the_nearest_layer_goes_first_whoever_came_first():
-    queue = WorkerDrivenQueue(PlannedCaps(1000, 0))
+    queue = WorkerDrivenQueue(WorkerDrivenCaps(1000, 0))
     far, near = FakeStep(1), FakeStep(2)
     queue.add(loads(far, 4, 1, 100))
     queue.take(CopyCaps(10, 100))  # two layers leave at once
@@ -91,7 +91,7 @@ def test_the_nearest_layer_goes_first_whoever_came_first():
 
 def test_what_is_cut_off_ends_once_nothing_of_it_moves():
     step, over = FakeStep(), []
-    queue = WorkerDrivenQueue(PlannedCaps(1000, 0))
+    queue = WorkerDrivenQueue(WorkerDrivenCaps(1000, 0))
     planned = loads(step, 4, 1, 100, over)
     queue.add(planned)
     taken = queue.take(CopyCaps(10, 100))
@@ -99,13 +99,13 @@ def test_what_is_cut_off_ends_once_nothing_of_it_moves():
     assert queue.take(CopyCaps(10, 100)) == [] and not queue and not over
     end(queue, taken, CANCELLED)
     assert over == [planned] and not planned.lost
-    planned.settle()
+    planned.finish_if_done()
     assert over == [planned], "told once"
 
 
 def test_a_batch_that_failed_is_told_with_its_blocks():
     step, over = FakeStep(), []
-    queue = WorkerDrivenQueue(PlannedCaps(1000, 0))
+    queue = WorkerDrivenQueue(WorkerDrivenCaps(1000, 0))
     planned = loads(step, 1, 4, 10, over)
     queue.add(planned)
     end(queue, queue.take(CopyCaps(10, 100)), "broken: no")
@@ -115,7 +115,7 @@ def test_a_batch_that_failed_is_told_with_its_blocks():
 
 def test_room_is_made_by_whichever_thread_ends_a_batch():
     step = FakeStep()
-    queue = WorkerDrivenQueue(PlannedCaps(100, 0))
+    queue = WorkerDrivenQueue(WorkerDrivenCaps(100, 0))
     queue.add(loads(step, 3, 1, 100))
     [first] = queue.take(CopyCaps(10, 100))
     assert queue.take(CopyCaps(10, 100)) == []
@@ -127,7 +127,7 @@ def test_room_is_made_by_whichever_thread_ends_a_batch():
 
 def test_what_may_not_move_yet_holds_nobody_up():
     ahead, behind = FakeStep(1), FakeStep(2, deadline=9.0)
-    queue = WorkerDrivenQueue(PlannedCaps(1000, 1))
+    queue = WorkerDrivenQueue(WorkerDrivenCaps(1000, 1))
     queue.add(loads(ahead, 3, 1, 10))
     assert [task.batch.layer for task in queue.take(CopyCaps(10, 100))] == [0]
     assert queue.take(CopyCaps(10, 100)) == []
@@ -143,7 +143,7 @@ def test_what_may_not_move_yet_holds_nobody_up():
 
 def test_a_window_has_room_for_several_batches_so_that_a_link_never_waits_for_one_to_be_seen():
     step = FakeStep()
-    queue = WorkerDrivenQueue(PlannedCaps(1000, 0))
+    queue = WorkerDrivenQueue(WorkerDrivenCaps(1000, 0))
     queue.add(loads(step, 1, 100, 10))
     flying = queue.take(CopyCaps(1000, 1000))
     flying += queue.take(CopyCaps(1000, 1000))
@@ -152,7 +152,7 @@ def test_a_window_has_room_for_several_batches_so_that_a_link_never_waits_for_on
 
 def test_no_block_is_cut_for_that():
     step = FakeStep()
-    queue = WorkerDrivenQueue(PlannedCaps(1000, 0))
+    queue = WorkerDrivenQueue(WorkerDrivenCaps(1000, 0))
     queue.add(loads(step, 1, 4, 400))
     flying = queue.take(CopyCaps(1000, 1000))
     assert [task.batch.nbytes for task in flying] == [400] * 2

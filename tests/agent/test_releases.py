@@ -130,7 +130,7 @@ def test_a_full_connection_takes_the_rest_when_it_is_read() -> None:
         kept, conversation, over = Releases(), Handshake(dealer), []
         for number in range(100):
             kept.add(ReleaseHandoff(f"h{number}"), number)
-        kept.say(conversation, then=lambda: over.append("at once"))
+        kept.say(conversation, on_done=lambda: over.append("at once"))
         assert over == ["at once"]
         frames = []
         while len(frames) < 100:
@@ -139,10 +139,10 @@ def test_a_full_connection_takes_the_rest_when_it_is_read() -> None:
                 frames.append(reader.recv_multipart()[1])
             kept.say(conversation)
         assert len(set(frames)) == 100
-        kept.heard(50)
+        kept.acknowledged(50)
         assert len(kept) == 50
         kept.interrupted()
-        kept.heard(1000)
+        kept.acknowledged(1000)
         assert len(kept) == 50, "what is not said over this connection cannot have been heard"
     finally:
         dealer.close(0)

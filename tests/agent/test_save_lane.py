@@ -36,7 +36,7 @@ class Pass:
     def computed(self, layer: int) -> Any:
         return self.done[layer]
 
-    def pace(self, now: float) -> float:
+    def seconds_per_layer(self, now: float) -> float:
         return math.inf if self.expedited else self._pace
 
     def compute(self, layers: int) -> None:
@@ -171,7 +171,7 @@ def test_the_end_of_a_pass_is_told_although_another_pass_is_under_way() -> None:
         assert told.wait(20)
         told.clear()
         lane._report(job, "", None)
-        assert lane._untold_since > 0.0, "more of this pass is to come: it is told with that"
+        assert lane._unreported_since > 0.0, "more of this pass is to come: it is told with that"
     finally:
         lane._gated.clear()
         lane.close()

@@ -177,7 +177,7 @@ def test_a_plan_that_nobody_will_load_by_is_given_up(state: InquiryState, droppe
     pump(client)
     assert inquiry.hit is not None and inquiry.hit.plan is not None
     assert server.sent[1:] == dropped
-    assert client.plans.void("r") == (0 if dropped else 77)
+    assert client.plans.revoke("r") == (0 if dropped else 77)
 
 
 def test_of_a_hit_that_is_not_all_here_what_is_here_stays_leased() -> None:
@@ -195,8 +195,8 @@ def test_a_later_plan_of_a_request_makes_the_earlier_one_void() -> None:
     two, second = ask(client)
     server.coming += [resident(first, 77), resident(second, 78)]
     pump(client)
-    assert one.hit is not None and one.hit.plan is not None and one.hit.plan.void
-    assert two.hit is not None and two.hit.plan is not None and not two.hit.plan.void
+    assert one.hit is not None and one.hit.plan is not None and one.hit.plan.revoked
+    assert two.hit is not None and two.hit.plan is not None and not two.hit.plan.revoked
     assert server.sent[2:] == [wire.DropLease("r", 77)]
     client.drop_lease("r")
     assert server.sent[3:] == [wire.DropLease("r", 78), wire.DropLease("r", -1)]
@@ -225,10 +225,10 @@ def test_an_answer_counts_although_the_connection_ends_over_it() -> None:
 def test_what_was_used_is_remembered_until_its_request_is_dropped() -> None:
     plans = UnusedPlaces()
     plan = PinnedPlaces(5, 1, np.zeros((1, 1, 1, 2), np.uint64), -1)
-    assert plans.give("r", plan, 10.0) == 0
-    assert plans.use(plan, "r", 1)
-    assert not plans.use(plan, "r", 1), "once each"
-    assert plans.use(plan, "r", 2)
+    assert plans.register("r", plan, 10.0) == 0
+    assert plans.consume(plan, "r", 1)
+    assert not plans.consume(plan, "r", 1), "once each"
+    assert plans.consume(plan, "r", 2)
     assert plans.drop("r") == (0, True)
     assert plans.drop("r") == (0, False)
 
@@ -236,13 +236,13 @@ def test_what_was_used_is_remembered_until_its_request_is_dropped() -> None:
 def test_plans_that_are_not_used_in_time_are_void() -> None:
     plans = UnusedPlaces()
     one, two = (PinnedPlaces(number, 1, np.zeros((1, 1, 1, 2), np.uint64), -1) for number in (5, 6))
-    plans.give("one", one, 10.0)
-    plans.give("two", two, 11.0)
-    assert plans.overdue(10.5) == [("one", 5)]
-    assert (one.void, two.void) == (True, False)
-    assert not plans.use(one, "one", 1)
-    assert plans.void("one") == 0
-    assert plans.void("two") == 6
+    plans.register("one", one, 10.0)
+    plans.register("two", two, 11.0)
+    assert plans.expired(10.5) == [("one", 5)]
+    assert (one.revoked, two.revoked) == (True, False)
+    assert not plans.consume(one, "one", 1)
+    assert plans.revoke("one") == 0
+    assert plans.revoke("two") == 6
 
 
 class AnyAnswers(RuleBasedStateMachine):
@@ -297,7 +297,7 @@ class AnyAnswers(RuleBasedStateMachine):
     @rule(request=st.sampled_from("ab"))
     def drop(self, request: str) -> None:
         self.client.drop_lease(request)
-        assert self.client.plans.void(request) == 0
+        assert self.client.plans.revoke(request) == 0
 
     @rule()
     def lose(self) -> None:

@@ -48,14 +48,16 @@ def test_each_chunk_is_stored_by_one_of_the_equal_ranks(heads: int, size: int) -
     for chunk in range(20):
         key = hashlib.blake2b(bytes([chunk])).digest()
         stored = [
-            worker_box((0, 1), heads, rank, size) for rank in range(size) if replica_of(heads, rank, size).stores(key)
+            worker_box((0, 1), heads, rank, size)
+            for rank in range(size)
+            if replica_of(heads, rank, size).is_writer(key)
         ]
         assert sorted(stored) == sorted({worker_box((0, 1), heads, rank, size) for rank in range(size)})
 
 
 def test_equal_ranks_store_equally_much() -> None:
     keys = [hashlib.blake2b(bytes([n, m])).digest() for n in range(50) for m in range(8)]
-    stored = [sum(replica_of(1, rank, 4).stores(key) for key in keys) for rank in range(4)]
+    stored = [sum(replica_of(1, rank, 4).is_writer(key) for key in keys) for rank in range(4)]
     assert sum(stored) == 400 and min(stored) > 70
 
 

@@ -45,7 +45,7 @@ def words(params: dict[str, Any], request: str = "cmpl-1", prompt: list[int] = P
 
 
 def read(params: dict[str, Any], **more: Any) -> Part:
-    roles = {name: more.pop(name, True) for name in ("speaks", "producer", "consumer")}
+    roles = {name: more.pop(name, True) for name in ("answers", "producer", "consumer")}
     return part_of(words(params, **more), **roles)
 
 
@@ -106,7 +106,7 @@ class TestWhoDoesWhat:
             "transfer_id": "x",
             "layerflow": {"v": 1, "handoff": "x", "servers": ["s"]},
         }
-        prefill, decode = read(asked), read(claimed, speaks=False)
+        prefill, decode = read(asked), read(claimed, answers=False)
         assert isinstance(prefill, PrefillPart)
         assert isinstance(decode, DecodePart)
         assert (prefill.handoff, prefill.deadline_s) == (decode.handoff, 7)
@@ -164,11 +164,11 @@ class TestWhoDoesWhat:
                                         {"do_remote_prefill": True, "transfer_id": "x"},
                                         {"do_remote_prefill": True, "metaserver": "http://m"}])  # fmt: skip
     def test_among_other_connectors_their_keys_are_left_alone(self, params: dict[str, Any]) -> None:
-        assert read(params, speaks=False) == PLAIN
+        assert read(params, answers=False) == PLAIN
 
     def test_among_other_connectors_a_hand_off_of_ours_is_followed(self) -> None:
         answer = twophase.response(HandoffTerms(handoff="h"), SIZES, [[1]])
-        assert isinstance(read(answer, speaks=False), DecodePart)
+        assert isinstance(read(answer, answers=False), DecodePart)
 
     @pytest.mark.parametrize(
         ("params", "about"),

@@ -122,8 +122,8 @@ class TestPrefill:
         p = house()
         p.arrive("promised", hit=Hit(0), kv_transfer_params=PREFILL_FIRST)
         p.arrive("r", hit=Hit(0))
-        assert p.plan("r", TOKENS, 0).promised is False
-        assert p.plan("promised", TOKENS, 0).promised is True
+        assert p.plan("r", TOKENS, 0).awaited is False
+        assert p.plan("promised", TOKENS, 0).awaited is True
 
     def test_the_response_leads_to_it_once_the_prompt_is_computed(self) -> None:
         p = house()

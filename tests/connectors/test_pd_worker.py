@@ -163,7 +163,7 @@ def test_saves_that_a_decode_engine_waits_for_are_not_deferred(
         followed.handoff = PrefillHandoff(part, 2 * BLOCK)
     planner.open(followed)
     planner.step(output({REQUEST: 2 * BLOCK}, state=BlockState({REQUEST: ([3, 4],)})), plan)
-    assert plan.promised is promised
+    assert plan.awaited is promised
     side.prepare(plan)
     assert bool(agent.opened_saves) is promised
 

@@ -131,7 +131,7 @@ class World(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "workers"):
-            self.settle()
+            self.publish()
             for side in self.workers:
                 side.close()
             self.patch.undo()
@@ -203,7 +203,7 @@ class World(RuleBasedStateMachine):
         side.begin(plan)
         side.end()
         sent, arrived, _ = side.transfers(forward=True)
-        return sent, arrived, side.news()
+        return sent, arrived, side.report()
 
     def report(self, reports: list[tuple[set[str], set[str], WorkerReport | None]]) -> None:
         """As KVOutputAggregator and Scheduler._update_from_kv_xfer_finished."""
@@ -218,7 +218,7 @@ class World(RuleBasedStateMachine):
                         del counts[name]
             if told is not None:
                 news = told if news is None else news.aggregate(told)
-        self.side.heard(
+        self.side.update_from_output(
             SimpleNamespace(
                 invalid_block_ids=set(),
                 kv_connector_worker_meta=news,
@@ -258,7 +258,7 @@ class World(RuleBasedStateMachine):
         for name, state in getattr(self, "state", {}).items():
             assert (state == OVER) == (name in self.kept or name in self.freed)
 
-    def settle(self) -> None:
+    def publish(self) -> None:
         """Everything ends: then nothing is kept and nothing is counted."""
         for name, state in list(self.state.items()):
             if state != OVER:

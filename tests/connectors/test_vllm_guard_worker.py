@@ -42,11 +42,13 @@ def test_a_step_goes_on_and_its_loads_have_failed(
     with machine.running():
         with monkeypatch.context() as patch:
             patch.setattr(getattr(worker.side, part), method, _fails)
-            worker.run(StepPlan(number=1, loads=parts, unsure=True))
+            worker.run(StepPlan(number=1, loads=parts, depends_on_load=True))
         assert _told(worker) == _expected(worker)
         assert eventually(lambda: len(worker.engine.seen) == LAYERS, PATIENCE_S)
         worker.engine.seen.clear()
-        worker.run(StepPlan(number=2, loads=describe_loads(SPEC, [worker.engine.request("three")]), unsure=True))
+        worker.run(
+            StepPlan(number=2, loads=describe_loads(SPEC, [worker.engine.request("three")]), depends_on_load=True)
+        )
         worker.engine.assert_saw_all()
         assert eventually(lambda: 2 in worker.report()[1].ran, PATIENCE_S)
 
@@ -145,7 +147,7 @@ def test_an_abort_that_crosses_the_end_of_a_load_is_not_kept(machine: Machine, w
             worker.run(StepPlan(aborted=("two",)))
             assert worker.report()[0] == set()
         worker.run(StepPlan(background={"two": describe_loads(SPEC, [worker.engine.request("two")])}))
-        assert not worker.side._cut
+        assert not worker.side._cancelled
 
 
 def test_once_the_cache_is_let_go_nothing_reads_it(machine: Machine, worker: Worker) -> None:
@@ -169,7 +171,7 @@ def test_while_the_cache_is_let_go_no_step_touches_it_and_later_ones_do(machine:
             worker.side.let_go()
         before = len(machine.calls)
         saves = LazySaves(["save"], [[HERE.tolist()]], lambda: parts)
-        worker.run(StepPlan(number=1, loads=loads, saves=saves, unsure=True))
+        worker.run(StepPlan(number=1, loads=loads, saves=saves, depends_on_load=True))
         assert _told(worker) == _expected(worker)
         assert not worker.engine.agent.busy("save")
         assert len(machine.calls) == before
@@ -177,7 +179,9 @@ def test_while_the_cache_is_let_go_no_step_touches_it_and_later_ones_do(machine:
         for _ in range(2):
             worker.side.take_up()
         worker.engine.seen.clear()
-        worker.run(StepPlan(number=2, loads=describe_loads(SPEC, [worker.engine.request("three")]), unsure=True))
+        worker.run(
+            StepPlan(number=2, loads=describe_loads(SPEC, [worker.engine.request("three")]), depends_on_load=True)
+        )
         worker.engine.assert_saw_all()
 
 

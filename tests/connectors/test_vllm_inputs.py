@@ -13,7 +13,7 @@ from vllm_fakes import CHUNK, pieces
 
 from layerflow.agent.values import Hit
 from layerflow.connectors.vllm.identity import identity
-from layerflow.connectors.vllm.identity.identity import Inputs
+from layerflow.connectors.vllm.identity.identity import MediaInputs
 from layerflow.keys import Media
 
 
@@ -37,7 +37,7 @@ def image(shade: float, name: str = "hash", at: int = 70, modality: str = "image
 
 
 def content(feature: SimpleNamespace) -> bytes:
-    [media], end = Inputs().read([feature])
+    [media], end = MediaInputs().read([feature])
     assert end is None
     return media.content
 
@@ -86,14 +86,14 @@ class TestContent:
         ],
     )
     def test_what_the_scheduler_does_not_have_is_unknown(self, data: Any) -> None:
-        assert Inputs().read([image(0.5, at=9), image(0.5, "b", at=70, data=data)])[1] == 70
+        assert MediaInputs().read([image(0.5, at=9), image(0.5, "b", at=70, data=data)])[1] == 70
 
     def test_an_input_of_gigabytes_would_hold_the_scheduler_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(identity, "MOST_BYTES", 64)
-        assert Inputs().read([image(0.5)])[1] == 70
+        assert MediaInputs().read([image(0.5)])[1] == 70
 
     def test_data_that_vllms_cache_hands_out_again_is_hashed_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        known, feature = Inputs(), image(0.5)
+        known, feature = MediaInputs(), image(0.5)
         first = known.read([feature])
         monkeypatch.setattr(identity, "tensor_bytes", lambda _: pytest.fail("hashed again"))
         again = image(0, at=30, data=feature.data)
@@ -103,7 +103,7 @@ class TestContent:
 class TestNames:
     def test_a_name_of_two_contents_is_trusted_no_more(self) -> None:
         """vLLM finds its encoder's outputs by the name: it may compute with either."""
-        known = Inputs()
+        known = MediaInputs()
         assert known.read([image(0.1, "y")])[1] is None
         assert known.read([image(0.2, "y")])[1] == 70
         assert known.read([image(0.1, "y")])[1] == 70
@@ -111,7 +111,7 @@ class TestNames:
 
     def test_only_so_many_names_are_remembered(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(identity, "MOST_KNOWN", 2)
-        known = Inputs()
+        known = MediaInputs()
         for name in "abc":
             known.read([image(0.1, name)])
         assert known.read([image(0.2, "c")])[1] == 70

@@ -36,7 +36,7 @@ class Worker:
         self.side = WorkerSide(
             self.engine.agent, layout, "ipc://x", several_groups=several_groups, early=False, events=False, in_flight=2
         )
-        assert self.side.news() is not None, "the first report brings the layout"
+        assert self.side.report() is not None, "the first report brings the layout"
         with machine.running():
             self.engine.save("one")
 
@@ -61,13 +61,13 @@ class Worker:
     def report(self) -> tuple[set[int], WorkerReport]:
         """What vLLM hears behind a step."""
         blocks = self.side.failed_blocks()
-        return blocks, self.side.news() or WorkerReport()
+        return blocks, self.side.report() or WorkerReport()
 
     def replace(self) -> None:
         """Another object takes the place of each that the hit has named."""
         step = next(step for step in self.engine.agent._steps.all() if step.residents is not None)
         assert step.residents is not None
-        step.residents._memory[step.words[0] >> 3] += 1
+        step.residents._memory[step.generation_words[0] >> 3] += 1
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def worker(machine: Machine, monkeypatch: pytest.MonkeyPatch, request: pytest.Fi
 
 
 def _plan(worker: Worker, name: str, **more: Any) -> StepPlan:
-    return StepPlan(number=1, loads=describe_loads(SPEC, [worker.engine.request(name)]), unsure=True, **more)
+    return StepPlan(number=1, loads=describe_loads(SPEC, [worker.engine.request(name)]), depends_on_load=True, **more)
 
 
 def _saves(machine: Machine) -> int:

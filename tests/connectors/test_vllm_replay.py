@@ -230,7 +230,7 @@ class Replay(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "stack"):
             with self.stack:
-                self.settle()
+                self.publish()
                 self.assert_all_right()
 
     # -- what happens -------------------------------------------------------------------------------
@@ -414,7 +414,7 @@ class Replay(RuleBasedStateMachine):
 
     def report(self, parts: list[Part], plan: StepPlan, sent: set[str], arrived: set[str], failed: set[str]) -> None:
         """As vLLM's scheduler reads a step's output."""
-        invalid, news = self.hooks.failed_blocks(), self.hooks.news()
+        invalid, news = self.hooks.failed_blocks(), self.hooks.report()
         lost = set(news.lost) if news is not None else set()
         for req in self.live():
             bad = [at for at, block in enumerate(req.tables[0]) if block in invalid]
@@ -432,7 +432,7 @@ class Replay(RuleBasedStateMachine):
             req.come = req.state == LOADING
             if req.state == OVER:
                 self.release(self.kept.pop(name))
-        self.side.heard(
+        self.side.update_from_output(
             SimpleNamespace(
                 invalid_block_ids=invalid,
                 kv_connector_worker_meta=news,
@@ -527,7 +527,7 @@ class Replay(RuleBasedStateMachine):
 
     # -- what must be true --------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def publish(self) -> None:
         """All requests end, and all that moves."""
         for req in self.live():
             self.finish(req)

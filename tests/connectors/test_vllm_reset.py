@@ -99,7 +99,7 @@ def test_a_background_load_that_has_come_and_is_not_told_yet_has_failed(world):
     assert arrived == {run.name}
     blocks = HIT // world.worker.block_size
     assert world.side.failed_blocks() == set(run.tables[0][:blocks].tolist())
-    assert world.side.news().failed == {run.name: 1.0}
+    assert world.side.report().failed == {run.name: 1.0}
 
 
 def test_a_load_that_the_next_plan_begins_is_not_touched(world):
@@ -115,9 +115,9 @@ def test_a_load_that_the_next_plan_begins_is_not_touched(world):
 def test_a_save_that_waits_for_the_next_step_is_not_even_begun(world):
     run = world.worker.admit(world.worker.prompt(TOKENS))
     plan = world.saving(run)
-    world.side._put_off, world.side._owed[plan.number] = plan, plan
+    world.side._put_off, world.side._unopened_saves[plan.number] = plan, plan
     step(world.side, StepPlan(replaced=True))
-    assert not world.side._owed
+    assert not world.side._unopened_saves
     assert world.found(run) == 0
 
 
@@ -125,7 +125,7 @@ def test_a_save_that_waits_for_the_next_step_is_not_even_begun(world):
 def test_a_save_that_waits_for_a_verdict_is_given_up(world, replaced):
     run = world.worker.admit(world.worker.prompt(TOKENS))
     plan = world.saving(run)
-    plan.unsure = True
+    plan.depends_on_load = True
     step(world.side, plan)
     world.compute(run)
     world.side.end()
@@ -145,7 +145,7 @@ class TestNobodyHasSaid:
         world.side.transfers(forward=True)
         blocks = HIT // world.worker.block_size
         assert world.side.failed_blocks() == set(run.tables[0][:blocks].tolist())
-        news = world.side.news()
+        news = world.side.report()
         assert news is not None
         assert (news.failed, news.changed) == ({run.name: 1.0}, {7: WRITTEN})
 
@@ -164,7 +164,7 @@ class TestNobodyHasSaid:
         step(world.side, plan)
         world.compute(run)
         world.side.end()
-        news = world.side.news()
+        news = world.side.report()
         assert news is not None
         assert news.drained == {(run.name, plan.number): 1}
         assert world.found(run) == 0
@@ -172,10 +172,10 @@ class TestNobodyHasSaid:
     def test_what_is_not_stored_yet_is_given_up(self, world: World) -> None:
         run = world.worker.admit(world.worker.prompt(TOKENS))
         plan = world.saving(run)
-        world.side._put_off, world.side._owed[plan.number] = plan, plan
+        world.side._put_off, world.side._unopened_saves[plan.number] = plan, plan
         world.train()
         step(world.side, world.loading(world.stored()))
-        assert not world.side._owed
+        assert not world.side._unopened_saves
         assert world.found(run) == 0
 
     def test_it_is_told_once_and_holds_until_the_plans_know(self, world: World) -> None:
@@ -185,7 +185,7 @@ class TestNobodyHasSaid:
         for number in (1, 2):
             step(world.side, world.loading(run, step=number))
             world.side.end()
-            news = world.side.news()
+            news = world.side.report()
             assert news is not None and news.failed == {run.name: 1.0}
             told.append(news.changed)
             world.side.failed_blocks()

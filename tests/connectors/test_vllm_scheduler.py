@@ -131,7 +131,7 @@ class House:
         self, news: WorkerReport | None, invalid: frozenset[int] = frozenset(), arrived: set[str] | None = None
     ) -> None:
         """What the workers say."""
-        self.side.heard(
+        self.side.update_from_output(
             SimpleNamespace(
                 invalid_block_ids=invalid,
                 kv_connector_worker_meta=news,
@@ -499,7 +499,7 @@ class TestLateLayouts:
         return side, [WorkerLayout(msgspec.msgpack.encode(spec), (0,), "ipc:///nowhere")] * ranks
 
     def hear(self, side: SchedulerSide, news: WorkerReport | None) -> None:
-        side.heard(
+        side.update_from_output(
             SimpleNamespace(
                 invalid_block_ids=set(), kv_connector_worker_meta=news, finished_recving=None, finished_sending=None
             )

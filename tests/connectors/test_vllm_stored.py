@@ -31,7 +31,7 @@ def save(worker: KnownWorker, run: Run, stored: StoredChunks) -> None:
 
 def hear(worker: KnownWorker, stored: StoredChunks) -> None:
     over = stored.over(worker.agent.busy)
-    stored.settle(over, [request for request, _ in worker.agent.poll().failed_saves])
+    stored.publish(over, [request for request, _ in worker.agent.poll().failed_saves])
 
 
 def test_whole_chunks_once(worker: KnownWorker) -> None:

@@ -91,7 +91,7 @@ class Engine:
             compute(layer)
             hooks.layer_done(name)
         hooks.end()
-        news = hooks.news()
+        news = hooks.report()
         return SimpleNamespace(
             invalid_block_ids=hooks.failed_blocks(),
             kv_connector_worker_meta=news,
@@ -147,14 +147,14 @@ def test_the_step_that_was_scheduled_before_the_failure_was_known(engine: Engine
     behind = engine.run(second, garbage(engine, run, MIDDLE, PROMPT))
     assert not behind.invalid_block_ids
     assert not engine.worker.agent.wait_idle(run.name, PUBLISHED_S)
-    engine.side.heard(told)
+    engine.side.update_from_output(told)
     made.num_computed_tokens = 0  # vLLM takes the tokens back
     third = engine.plan(made, PROMPT)
     engine.hooks.prepare(third)
     assert engine.worker.agent.lookup("early", run.chain).tokens <= HIT
     told = engine.run(third, right(engine, run, 0, PROMPT))
-    engine.side.heard(behind)
-    engine.side.heard(told)
+    engine.side.update_from_output(behind)
+    engine.side.update_from_output(told)
     made.num_tokens += 1
     made.all_token_ids = [*made.all_token_ids, 1]
     engine.run(engine.plan(made, 1), lambda _: None)
@@ -174,7 +174,7 @@ def test_a_load_that_failed_on_another_rank(engine: Engine) -> None:
     assert not told.invalid_block_ids
     assert not engine.worker.agent.wait_idle(run.name, PUBLISHED_S)
     told.invalid_block_ids = {int(run.tables[0][0])}
-    engine.side.heard(told)
+    engine.side.update_from_output(told)
     made.num_computed_tokens = 0
     engine.hooks.prepare(engine.plan(made, PROMPT))
     assert engine.worker.agent.lookup("early", run.chain).tokens <= HIT
@@ -188,7 +188,7 @@ def test_what_one_rank_has_run_waits_for_the_other_one(engine: Engine, fails: bo
     plan = engine.plan(made, PROMPT - HIT)
     told = engine.run(plan, right(engine, run, HIT, PROMPT))
     assert eventually(lambda: plan.number in told.kv_connector_worker_meta.ran or _again(engine, told), SETTLE_S)
-    engine.side.heard(told)
+    engine.side.update_from_output(told)
     made.num_tokens += 1
     made.all_token_ids = [*made.all_token_ids, 1]
     told = engine.run(engine.plan(made, 1), lambda _: None)
@@ -196,7 +196,7 @@ def test_what_one_rank_has_run_waits_for_the_other_one(engine: Engine, fails: bo
     other = WorkerReport(ran={plan.number: 1})
     told.kv_connector_worker_meta = other.aggregate(told.kv_connector_worker_meta or WorkerReport())
     told.invalid_block_ids = {int(run.tables[0][0])} if fails else set()
-    engine.side.heard(told)
+    engine.side.update_from_output(told)
     engine.hooks.prepare(engine.plan(made, 1))
     if fails:
         assert engine.worker.agent.lookup("early", run.chain).tokens <= HIT
@@ -206,7 +206,7 @@ def test_what_one_rank_has_run_waits_for_the_other_one(engine: Engine, fails: bo
 
 def _again(engine: Engine, told: SimpleNamespace) -> bool:
     """A lane may tell a moment late that its loads have ended; not yet."""
-    told.kv_connector_worker_meta = told.kv_connector_worker_meta.aggregate(engine.hooks.news() or WorkerReport())
+    told.kv_connector_worker_meta = told.kv_connector_worker_meta.aggregate(engine.hooks.report() or WorkerReport())
     return False
 
 
@@ -214,13 +214,13 @@ def test_what_is_sound_is_published_with_the_next_step(engine: Engine) -> None:
     run, made = begun(engine)
     told = engine.run(engine.plan(made, PROMPT - HIT), right(engine, run, HIT, PROMPT))
     assert engine.worker.agent.busy(run.name)
-    engine.side.heard(told)
+    engine.side.update_from_output(told)
     made.num_tokens += 1
     made.all_token_ids = [*made.all_token_ids, 1]
 
     def published() -> bool:
         """Steps go on: a lane may tell a moment late that its loads have ended."""
-        engine.side.heard(engine.run(engine.plan(made, 1), lambda _: None))
+        engine.side.update_from_output(engine.run(engine.plan(made, 1), lambda _: None))
         return not engine.worker.agent.busy(run.name)
 
     assert eventually(published, SETTLE_S)

@@ -38,7 +38,7 @@ def test_garbage_is_never_published_and_nothing_waits_for_ever(
 
     def hear() -> None:
         step = flying.pop(0)
-        verdicts.heard({step.number} if step.unsure else set(), failed=step.fails)
+        verdicts.record_output({step.number} if step.unsure else set(), failed=step.fails)
         if step.fails:  # the scheduler takes back what was computed: what it plans from now on is clean
             for later in flying:
                 later.tainted = True
@@ -73,10 +73,10 @@ def test_a_step_behind_a_failed_one_is_given_up_and_the_one_after_the_news_is_no
     verdicts.planned(1, loads=True, saves=True)
     assert verdicts.concerns(loads=False, saves=True)
     verdicts.planned(2, loads=False, saves=True)
-    verdicts.heard({1}, failed=True)
+    verdicts.record_output({1}, failed=True)
     assert verdicts.take() == ((1, False), (2, False))
     assert not verdicts.concerns(loads=False, saves=True), "it is planned after vLLM took the tokens back"
-    verdicts.heard({2}, failed=False)
+    verdicts.record_output({2}, failed=False)
     assert verdicts.take() == ()
 
 
@@ -85,9 +85,9 @@ def test_a_step_is_sound_once_every_load_before_it_has_ended() -> None:
     verdicts.planned(1, loads=True, saves=True)
     verdicts.planned(2, loads=True, saves=True)
     verdicts.planned(3, loads=False, saves=True)
-    verdicts.heard({1}, failed=False)
+    verdicts.record_output({1}, failed=False)
     assert verdicts.take() == ((1, True),)
-    verdicts.heard({2}, failed=False)
+    verdicts.record_output({2}, failed=False)
     assert verdicts.take() == ((2, True), (3, True))
 
 
@@ -98,7 +98,7 @@ def test_an_output_that_never_comes_is_a_failure_and_not_the_end_of_all_saves() 
     for number in range(2, 2 * LOST_AFTER):
         if verdicts.concerns(loads=number % 2 == 0, saves=True):
             verdicts.planned(number, loads=number % 2 == 0, saves=True)
-        verdicts.heard([number], failed=False)
+        verdicts.record_output([number], failed=False)
         taken.update(verdicts.take())
     assert taken[1] is False
     assert taken[2 * LOST_AFTER - 2] is True
@@ -107,9 +107,9 @@ def test_an_output_that_never_comes_is_a_failure_and_not_the_end_of_all_saves() 
 def test_a_plan_has_run_once_every_rank_has_told() -> None:
     """A load may still fail on the rank that has not: its copies end later, or its step ends behind its report."""
     ran = RanPlans()
-    assert ran.told({1: 1}, of=2) == set()
-    assert ran.told({2: 2, 1: 1}, of=2) == {1, 2}
-    assert ran.told({}, of=2) == set()
+    assert ran.record({1: 1}, of=2) == set()
+    assert ran.record({2: 2, 1: 1}, of=2) == {1, 2}
+    assert ran.record({}, of=2) == set()
 
 
 def test_a_rank_whose_report_is_lost_ends_the_waiting_for_its_plan() -> None:
@@ -118,7 +118,7 @@ def test_a_rank_whose_report_is_lost_ends_the_waiting_for_its_plan() -> None:
     taken: dict[int, bool] = {}
     for number in range(1, 2 * LOST_AFTER):
         verdicts.planned(number, loads=number == 1, saves=True)
-        verdicts.heard(ran.told({number: 1 if number == 1 else 2}, of=2), failed=False)
+        verdicts.record_output(ran.record({number: 1 if number == 1 else 2}, of=2), failed=False)
         taken.update(verdicts.take())
     assert taken[1] is False
     assert taken[2 * LOST_AFTER - 1] is True

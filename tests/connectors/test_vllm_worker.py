@@ -83,7 +83,7 @@ def agent() -> FakeAgent:
 @pytest.fixture
 def side(agent: FakeAgent, monkeypatch: pytest.MonkeyPatch) -> Iterator[worker.WorkerSide]:
     made = side_of(agent, monkeypatch, settle_s=0.0, events=False)
-    made.news()  # the first tells the layout
+    made.report()  # the first tells the layout
     yield made
     made.close()
 
@@ -152,7 +152,7 @@ def test_what_there_is_to_tell_waits_for_the_next_step(side: worker.WorkerSide, 
     run(side, StepPlan())
     side._counters.add("revoked_saves", 1)
     run(side, saving())
-    assert side.stats() is None and side.news() is None
+    assert side.stats() is None and side.report() is None
     run(side, StepPlan())
     told = side.stats()
     assert told is not None and told.data == {"revoked_saves": 1}
@@ -162,7 +162,7 @@ def test_what_there_is_to_tell_waits_for_the_next_step(side: worker.WorkerSide, 
 def test_a_failed_load_is_told_at_once(side: worker.WorkerSide) -> None:
     run(side, saving())
     side._failures.shares["other"] = 0.5
-    news = side.news()
+    news = side.report()
     assert news is not None and news.failed == {"other": 0.5}
 
 
@@ -196,4 +196,4 @@ def test_a_step_that_does_not_concern_it_opens_nothing(side: worker.WorkerSide, 
     plan = StepPlan()
     assert plan.empty
     run(side, plan)
-    assert side.stats() is None and side.news() is None and not agent.opened
+    assert side.stats() is None and side.report() is None and not agent.opened

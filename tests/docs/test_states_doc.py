@@ -6,7 +6,7 @@ from pages import page, sections
 from layerflow.agent.client import INQUIRY_LIFE
 from layerflow.flow.graph import JOB_LIFE, OBJECT_LIFE, PART_LIFE
 from layerflow.server.handoffs.handoff import HANDOFF_LIFE
-from layerflow.server.peers.lending import LEASE_LIFE
+from layerflow.server.peers.lending import PEER_LEASE_LIFE
 from layerflow.wire.client_connection import CONNECTION_LIFE
 
 LIVES = {
@@ -14,7 +14,7 @@ LIVES = {
     "A part of a step": PART_LIFE,
     "An object on its way": OBJECT_LIFE,
     "A hand-off": HANDOFF_LIFE,
-    "A lease of a peer": LEASE_LIFE,
+    "A lease of a peer": PEER_LEASE_LIFE,
     "A lookup": INQUIRY_LIFE,
     "A connection": CONNECTION_LIFE,
 }

@@ -56,7 +56,7 @@ class Fetches:
             assert call.nbytes <= limits.max_transfer_bytes
             assert len(layers) * sum(item.blocks for item in items) <= limits.max_transfer_blocks
         others = [one.nbytes for (hop, _), one in self.calls.items() if hop is call.hop]
-        assert not others or sum(others) + call.nbytes <= limits.max_inflight_bytes
+        assert not others or sum(others) + call.nbytes <= limits.max_granted_bytes
         assert len(others) < CALLS_AHEAD
         for index in live:
             for layer in layers:

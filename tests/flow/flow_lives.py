@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from layerflow.flow.graph import JOB_LIFE, OBJECT_LIFE, PART_LIFE, JobState, ObjectState, PartState
+from layerflow.flow.graph import JOB_LIFE, OBJECT_LIFE, PART_LIFE, IncomingObjectState, JobState, PartState
 from layerflow.flow.machine import Flow
 
-LIVES = {JobState: JOB_LIFE, PartState: PART_LIFE, ObjectState: OBJECT_LIFE}
+LIVES = {JobState: JOB_LIFE, PartState: PART_LIFE, IncomingObjectState: OBJECT_LIFE}
 
 
 class Lives:

@@ -24,6 +24,7 @@ from layerflow.flow.commands import (
     LoadFailed,
     LoadsDone,
     ObjectsLost,
+    ObjectsPublished,
     Release,
     Revoke,
     RoomFreed,
@@ -33,7 +34,6 @@ from layerflow.flow.commands import (
     TransferDone,
     WakeAt,
     WriteBegun,
-    Written,
 )
 from layerflow.flow.events import (
     BatchDone,
@@ -353,8 +353,8 @@ class World:
 
     def most_gated(self, direction: Direction) -> int:
         """How much that cannot move may be granted: one whole batch that can move has room beside it."""
-        half = self.limits.max_inflight_bytes // 2
-        room = half if direction is SAVE else self.limits.max_inflight_bytes - half
+        half = self.limits.max_granted_bytes // 2
+        room = half if direction is SAVE else self.limits.max_granted_bytes - half
         batch = room // 2 if direction is SAVE or self.limits.prefetch_layers else room
         return room - max(1, min(self.limits.max_transfer_bytes, batch))
 
@@ -372,7 +372,7 @@ class World:
         return submit.gate <= (one.frontier if submit.direction is LOAD else one.computed - 1)
 
     def _within_budget(self, submit: Submit) -> None:
-        whole = self.limits.max_inflight_bytes
+        whole = self.limits.max_granted_bytes
         half = whole // 2
         counted = [f for number, f in self.flying.items() if number not in self.called_back]
         loads = sum(f.nbytes for f in counted if f.direction is LOAD)
@@ -430,7 +430,7 @@ class World:
                 self.fetches.call(command, self.limits)
             case WriteBegun():
                 self.writes.begun(command)
-            case Written():
+            case ObjectsPublished():
                 self.writes.written(command)
             case Arrived():
                 (self.follows if command.hop is Hop.LOCAL else self.fetches).arrived(command)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from flow_books import Side, covered
 
-from layerflow.flow.commands import Call, ObjectsLost, TransferDone, WriteBegun, Written
+from layerflow.flow.commands import Call, ObjectsLost, ObjectsPublished, TransferDone, WriteBegun
 from layerflow.flow.events import Direction, Hop, WriteOpened
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Writes:
             assert call.nbytes <= limits.max_transfer_bytes
             assert len(layers) * sum(item.blocks for item in items) <= limits.max_transfer_blocks or not layers
         if self.calls and layers:
-            assert sum(one.nbytes for one in self.calls.values()) + call.nbytes <= limits.max_inflight_bytes
+            assert sum(one.nbytes for one in self.calls.values()) + call.nbytes <= limits.max_granted_bytes
         if not layers:
             assert call.layer_lo == len(write.layers) and live == write.left and not write.asked
             write.asked = set(live)
@@ -105,7 +105,7 @@ class Writes:
             if index not in failed:
                 write.there[index] |= set(range(call.layer_lo, call.layer_hi))
 
-    def written(self, command: Written) -> None:
+    def written(self, command: ObjectsPublished) -> None:
         write, objects = self.all[command.write], set(command.objects)
         assert objects and objects <= write.asked and not objects & write.lost.keys() and not objects & write.whole
         write.whole |= objects

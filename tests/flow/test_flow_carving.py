@@ -51,7 +51,7 @@ def test_a_block_larger_than_the_cap_is_split_by_bytes():
 
 
 def test_a_cap_raised_within_a_block_finishes_the_block_first():
-    world = World(Limits(max_transfer_bytes=40, max_inflight_bytes=80))
+    world = World(Limits(max_transfer_bytes=40, max_granted_bytes=80))
     world.open_session(0, [(0, 100)])
     first = submits(world.open(0, 1, [Part("a", 0, 3)]))
     assert [(s.byte_lo, s.byte_hi) for s in first] == [(0, 40), (40, 80)]
@@ -60,7 +60,7 @@ def test_a_cap_raised_within_a_block_finishes_the_block_first():
 
 
 def test_a_block_that_dies_half_carved_leaves_the_next_one_whole():
-    world = World(Limits(max_transfer_bytes=40, max_inflight_bytes=80))
+    world = World(Limits(max_transfer_bytes=40, max_granted_bytes=80))
     world.open_session(0, [(0, 100)])
     first = submits(world.open(0, 1, [Part("a", 0, 1), Part("b", 0, 1)]))
     assert [(s.lo, s.byte_lo, s.byte_hi) for s in first] == [(0, 0, 40), (0, 40, 80)]
@@ -84,7 +84,7 @@ def test_layers_of_a_group_without_parts_are_not_sealed():
 
 
 def test_a_dead_part_in_the_middle_splits_the_range():
-    world = World(Limits(max_inflight_bytes=139))
+    world = World(Limits(max_granted_bytes=139))
     world.open_session(0, [(0, 10)] * 2)
     world.open(0, 1, [Part("a", 0, 2), Part("b", 0, 3), Part("c", 0, 2)])
     out = submits(world.send(RequestAborted(0, "b")))
@@ -92,7 +92,7 @@ def test_a_dead_part_in_the_middle_splits_the_range():
 
 
 def test_a_layer_whose_rest_dies_is_sealed_by_command():
-    world = World(Limits(max_transfer_blocks=2, max_inflight_bytes=40))
+    world = World(Limits(max_transfer_blocks=2, max_granted_bytes=40))
     world.open_session(0, [(0, 10)])
     (first, second) = submits(world.open(0, 1, [Part("a", 0, 4), Part("b", 0, 4)]))
     assert not first.seals and not second.seals

@@ -61,7 +61,7 @@ def reachable(root) -> int:
 
 def held(requests: int, layers: int, blocks: int) -> int:
     """Bytes held in the middle of a step with room for 4 layers, less what the session's shape takes."""
-    world = World(Limits(max_transfer_blocks=1 << 40, max_inflight_bytes=4 * requests * blocks), validate=False)
+    world = World(Limits(max_transfer_blocks=1 << 40, max_granted_bytes=4 * requests * blocks), validate=False)
     world.open_session(0, [(0, 1)] * layers)
     shape = reachable(world.flow._state)
     world.open(0, 1, [Part("r", 0, blocks) for _ in range(requests)])

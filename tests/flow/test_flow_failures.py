@@ -40,7 +40,7 @@ def test_a_wholly_granted_part_loses_exactly_the_failed_blocks():
 
 
 def test_a_part_with_layers_to_come_fails_whole_and_is_carved_no_further():
-    world, loads, _ = two_requests(Limits(max_transfer_blocks=3, max_inflight_bytes=60))
+    world, loads, _ = two_requests(Limits(max_transfer_blocks=3, max_granted_bytes=60))
     assert [(s.layer, s.lo, s.hi) for s in loads] == [(0, 0, 3), (0, 3, 6)]
     out = world.fail(loads[1])
     assert failed(out) == [("b", 0, 3, 7)]
@@ -61,7 +61,7 @@ def test_what_a_failed_load_spoiled_is_never_published():
 
 
 def test_a_failed_load_spares_the_other_requests_of_the_step():
-    world, loads, saves = two_requests(Limits(max_transfer_blocks=3, max_inflight_bytes=10_000))
+    world, loads, saves = two_requests(Limits(max_transfer_blocks=3, max_granted_bytes=10_000))
     world.send(LayersComputed(0, 1, 2))
     first_of_a = next(s for s in loads if s.lo == 0)
     out = world.fail(first_of_a)
@@ -99,7 +99,7 @@ def test_one_commit_with_all_parts_after_the_last_layer():
 
 
 def test_a_fence_fails_what_is_not_done_and_awaits_what_is_in_flight():
-    world = World(Limits(max_transfer_blocks=3, max_inflight_bytes=60))
+    world = World(Limits(max_transfer_blocks=3, max_granted_bytes=60))
     world.open_session(0, [(0, 10)])
     world.bring(1, 1)
     first, second = submits(world.open(0, 1, [Part("a", 0, 3), Part("b", 0, 3), coming("c", 0, 3, 1)]))
@@ -113,7 +113,7 @@ def test_a_fence_fails_what_is_not_done_and_awaits_what_is_in_flight():
 
 
 def test_deadline_fails_loads_and_cancels_them():
-    world, loads, _ = two_requests(Limits(max_inflight_bytes=140, max_transfer_bytes=70))
+    world, loads, _ = two_requests(Limits(max_granted_bytes=140, max_transfer_bytes=70))
     world.now = 200.0
     out = world.send(Tick())
     assert failed(out) == [("a", 0, 0, 3), ("b", 0, 3, 7)]
@@ -236,7 +236,7 @@ def test_abort_ends_the_wait_for_a_fetch_that_never_comes():
 
 
 def test_a_lost_session_vanishes_at_once_and_frees_the_budget():
-    world, loads, _ = two_requests(Limits(max_inflight_bytes=280))
+    world, loads, _ = two_requests(Limits(max_granted_bytes=280))
     world.open_session(1, [(0, 10)] * 40)
     world.open(1, 5, [Part("x", 0, 7)])
     out = world.send(SessionLost(0))
@@ -251,7 +251,7 @@ def test_a_lost_session_vanishes_at_once_and_frees_the_budget():
 
 
 def test_a_lost_session_gives_back_what_was_cut_and_waited_for_a_batch_of_another_group():
-    world = World(Limits(max_inflight_bytes=20))
+    world = World(Limits(max_granted_bytes=20))
     world.open_session(0, [(0, 10), (1, 10)])
     (save,) = submits(world.open(0, 1, (), [Part("a", 0, 1), Part("a", 1, 1)], save_deadline=200.0))
     assert save.layer == 0
@@ -274,7 +274,7 @@ def test_saves_past_the_backlog_are_shed_and_counted():
 
 
 def test_a_save_that_died_no_longer_counts_as_backlog():
-    world = World(Limits(save_backlog_bytes=100, max_inflight_bytes=40, max_transfer_bytes=10))
+    world = World(Limits(save_backlog_bytes=100, max_granted_bytes=40, max_transfer_bytes=10))
     world.open_session(0, [(0, 10)] * 2)
     world.open(0, 1, (), [Part("a", 0, 4)])
     assert world.flow.statistics().unsaved_bytes == 80

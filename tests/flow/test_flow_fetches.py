@@ -228,7 +228,7 @@ def test_the_death_of_the_host_fails_what_has_not_come():
 
 
 def test_calls_keep_the_caps_and_several_are_in_flight():
-    world = one_session(4, Limits(max_transfer_bytes=40, max_inflight_bytes=100, max_transfer_blocks=4))
+    world = one_session(4, Limits(max_transfer_bytes=40, max_granted_bytes=100, max_transfer_blocks=4))
     out = world.send(FetchOpened(1, "e", (0, 1, 2, 3), (Item(10, 1),) * 3))
     assert calls(out) == [(1, 0, 3, 0, 1), (1, 0, 3, 1, 2), (1, 0, 3, 2, 3)], "90 of 100 bytes in flight"
     out = world.send(FetchOpened(2, "e", (0, 1), (Item(10, 1),) * 6))
@@ -239,7 +239,7 @@ def test_calls_keep_the_caps_and_several_are_in_flight():
 
 
 def test_a_layer_of_an_object_larger_than_the_cap_moves_alone():
-    world = one_session(2, Limits(max_transfer_bytes=5, max_inflight_bytes=8))
+    world = one_session(2, Limits(max_transfer_bytes=5, max_granted_bytes=8))
     assert calls(world.bring(1, 2, items=2, size=9)) == [(1, 0, 1, 0, 1)]
     world.drain()
 

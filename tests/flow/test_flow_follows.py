@@ -167,7 +167,7 @@ def test_a_chain_of_followers_is_no_circle():
 
 def test_a_reader_is_not_told_of_layers_that_were_given_up_before_they_were_stored():
     """What is cancelled has nothing left to be granted, as if it were stored; its reader hears that it is lost."""
-    world = pair(limits=Limits(max_inflight_bytes=2))
+    world = pair(limits=Limits(max_granted_bytes=2))
     assert not submits(world.open(P, 1, (), [Part("p", 0, 2)])), "its batches wait for room"
     world.follow(P, 1, 0, [0], leased=True)
     out = world.send(RequestAborted(P, "p"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flow_world import LOAD, SAVE, World, submits
 
 from layerflow.flow.events import FollowMoved, LayersComputed, Need, Part, RequestAborted, StepClosed
-from layerflow.flow.graph import JobState, ObjectState, PartState
+from layerflow.flow.graph import IncomingObjectState, JobState, PartState
 
 P, D = 0, 1
 
@@ -58,8 +58,8 @@ def test_objects_on_their_way():
     flow.open(P, 1, (), [Part("p", 0, 1)])
     saved = flow.follow(P, 1, 0, [0])
     flow.send(FollowMoved(promise, (0,), saved))
-    assert flow.flow.lives()[promise, 0] is ObjectState.REBOUND
-    assert flow.flow.lives()[promise, 1] is flow.flow.lives()[saved, 0] is ObjectState.COMING
+    assert flow.flow.lives()[promise, 0] is IncomingObjectState.REBOUND
+    assert flow.flow.lives()[promise, 1] is flow.flow.lives()[saved, 0] is IncomingObjectState.COMING
     flow.send(LayersComputed(P, 1, 2))
     flow.send(StepClosed(P, 1, True))
     reading = []

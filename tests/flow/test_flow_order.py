@@ -38,7 +38,7 @@ def test_without_a_prefetch_window_no_load_has_a_gate():
 
 
 def test_layers_past_the_prefetch_window_leave_room_for_what_can_move():
-    world = World(Limits(prefetch_layers=1, max_inflight_bytes=80, max_transfer_bytes=10))
+    world = World(Limits(prefetch_layers=1, max_granted_bytes=80, max_transfer_bytes=10))
     world.open_session(0, [(0, 10)] * 6)
     out = submits(world.open(0, 1, [Part("a", 0, 1)]))
     assert [s.layer for s in out] == [0, 1, 2, 3]  # one that can move, and three of the loads' four quarters
@@ -48,7 +48,7 @@ def test_layers_past_the_prefetch_window_leave_room_for_what_can_move():
 
 
 def test_sessions_share_what_may_wait_at_its_gate():
-    world = World(Limits(prefetch_layers=1, max_inflight_bytes=160, max_transfer_bytes=10))
+    world = World(Limits(prefetch_layers=1, max_granted_bytes=160, max_transfer_bytes=10))
     for session in range(2):
         world.open_session(session, [(0, 10)] * 20)
     layers = [[s.layer for s in submits(world.open(session, 1, [Part("a", 0, 1)]))] for session in range(2)]
@@ -57,7 +57,7 @@ def test_sessions_share_what_may_wait_at_its_gate():
 
 
 def test_a_gate_that_opens_lets_another_session_be_granted_more():
-    world = World(Limits(prefetch_layers=1, max_inflight_bytes=40, max_transfer_bytes=10))
+    world = World(Limits(prefetch_layers=1, max_granted_bytes=40, max_transfer_bytes=10))
     for session in range(2):
         world.open_session(session, [(0, 10)] * 3)
     first = submits(world.open(0, 1, [Part("a", 0, 1)]))
@@ -82,18 +82,18 @@ def test_the_frontier_opens_gates_whatever_the_order_of_their_grants():
 
 
 def test_gated_loads_past_new_limits_hold_up_nobody():
-    world = World(Limits(prefetch_layers=1, max_inflight_bytes=400, max_transfer_bytes=10))
+    world = World(Limits(prefetch_layers=1, max_granted_bytes=400, max_transfer_bytes=10))
     world.open_session(0, [(0, 10)] * 10)
     world.open_session(1, [(0, 10)] * 2)
     assert len(submits(world.open(0, 1, [Part("a", 0, 1)]))) == 10
     world.done(next(iter(world.flying.values())))
-    world.send(LimitsChanged(Limits(prefetch_layers=1, max_inflight_bytes=40, max_transfer_bytes=10)))
+    world.send(LimitsChanged(Limits(prefetch_layers=1, max_granted_bytes=40, max_transfer_bytes=10)))
     assert [s.layer for s in submits(world.open(1, 2, [Part("b", 0, 1)]))] == [0, 1]
     world.drain()
 
 
 def test_loads_before_saves_when_contended():
-    world = World(Limits(max_inflight_bytes=40, max_transfer_bytes=10))
+    world = World(Limits(max_granted_bytes=40, max_transfer_bytes=10))
     world.open_session(0, [(0, 10)] * 8)
     out = submits(world.open(0, 1, [Part("a", 0, 1)], [Part("a", 0, 1)]))
     assert [s.direction for s in out] == [LOAD] * 4
@@ -105,7 +105,7 @@ def test_loads_before_saves_when_contended():
 
 
 def test_saves_do_not_take_the_room_that_a_load_waits_for():
-    world = World(Limits(max_inflight_bytes=40, max_transfer_bytes=20))
+    world = World(Limits(max_granted_bytes=40, max_transfer_bytes=20))
     world.open_session(0, [(0, 15)] * 4)
     world.open_session(1, [(0, 5)] * 2)
     world.open(0, 1, [Part("a", 0, 1)])
@@ -118,7 +118,7 @@ def test_saves_do_not_take_the_room_that_a_load_waits_for():
 
 
 def test_saves_take_at_most_half_and_a_load_always_finds_room():
-    world = World(Limits(max_inflight_bytes=40, max_transfer_bytes=40))
+    world = World(Limits(max_granted_bytes=40, max_transfer_bytes=40))
     world.open_session(0, [(0, 5)] * 8)
     world.open(0, 1, (), [Part("a", 0, 2)])
     world.send(LayersComputed(0, 1, 8))
@@ -129,12 +129,12 @@ def test_saves_take_at_most_half_and_a_load_always_finds_room():
 
 
 def test_under_a_lowered_budget_loads_wait_for_saves_that_move():
-    world = World(Limits(max_inflight_bytes=400))
+    world = World(Limits(max_granted_bytes=400))
     world.open_session(0, [(0, 10)] * 10)
     world.open(0, 1, (), [Part("a", 0, 2)])
     world.send(LayersComputed(0, 1, 10))
     assert world.inflight(SAVE) == 200
-    world.send(LimitsChanged(Limits(max_inflight_bytes=20)))
+    world.send(LimitsChanged(Limits(max_granted_bytes=20)))
     world.open(0, 2, [Part("b", 0, 1)])
     assert not world.inflight(LOAD)
     while not world.inflight(LOAD):
@@ -147,12 +147,12 @@ def test_limits_never_revoke_what_is_granted():
     world = World()
     world.open_session(0, [(0, 10)] * 4)
     world.open(0, 1, [Part("a", 0, 4)])
-    assert world.send(LimitsChanged(Limits(max_inflight_bytes=2, max_transfer_blocks=1))) == []
+    assert world.send(LimitsChanged(Limits(max_granted_bytes=2, max_transfer_blocks=1))) == []
     assert len(world.flying) == 4
 
 
 def test_nearest_to_its_frontier_first_then_the_earlier_deadline():
-    world = World(Limits(max_inflight_bytes=20, max_transfer_bytes=10))
+    world = World(Limits(max_granted_bytes=20, max_transfer_bytes=10))
     world.open_session(0, [(0, 10)] * 3)
     world.open(0, 1, [Part("a", 0, 2)], deadline=900.0)
     world.open(0, 2, [Part("b", 0, 1)], deadline=800.0)
@@ -165,7 +165,7 @@ def test_nearest_to_its_frontier_first_then_the_earlier_deadline():
 
 
 def test_one_long_prompt_starves_nobody():
-    world = World(Limits(max_inflight_bytes=80, max_transfer_bytes=20))
+    world = World(Limits(max_granted_bytes=80, max_transfer_bytes=20))
     world.open_session(0, [(0, 10)] * 20)
     world.open_session(1, [(0, 4)] * 4)
     world.open(0, 1, [Part("long", 0, 100)])
@@ -180,7 +180,7 @@ def test_one_long_prompt_starves_nobody():
 
 
 def test_even_shares_whatever_the_batch_sizes():
-    world = World(Limits(max_inflight_bytes=120, max_transfer_bytes=30), validate=False)
+    world = World(Limits(max_granted_bytes=120, max_transfer_bytes=30), validate=False)
     world.open_session(0, [(0, 30)] * 2)
     world.open_session(1, [(0, 7)] * 2)
     world.open(0, 1, [Part("a", 0, 300)])
@@ -193,7 +193,7 @@ def test_even_shares_whatever_the_batch_sizes():
 
 
 def test_the_budget_is_over_all_sessions_and_refilled_at_once():
-    world = World(Limits(max_inflight_bytes=60, max_transfer_bytes=10))  # one batch of saves has room beside the loads
+    world = World(Limits(max_granted_bytes=60, max_transfer_bytes=10))  # one batch of saves has room beside the loads
     for session in range(3):
         world.open_session(session, [(0, 10)] * 10)
     for session in range(3):
@@ -249,7 +249,7 @@ def test_wake_at_only_when_the_earliest_deadline_changes():
 
 @pytest.mark.parametrize(
     "limits",
-    [Limits(max_transfer_blocks=0), Limits(max_transfer_bytes=0), Limits(max_inflight_bytes=1), Limits(stagger_us=-1)],
+    [Limits(max_transfer_blocks=0), Limits(max_transfer_bytes=0), Limits(max_granted_bytes=1), Limits(stagger_us=-1)],
 )
 def test_impossible_limits_are_refused_and_change_nothing(limits):
     with pytest.raises(ConfigError):
@@ -263,7 +263,7 @@ def test_impossible_limits_are_refused_and_change_nothing(limits):
 
 def test_loads_of_an_engine_that_is_stopped_leave_room_for_what_another_one_saves():
     """A decoder that takes its grants and reports nothing must not hold up its prefiller."""
-    world = World(Limits(max_inflight_bytes=80, max_transfer_bytes=10))
+    world = World(Limits(max_granted_bytes=80, max_transfer_bytes=10))
     for session in range(2):
         world.open_session(session, [(0, 10)] * 3)
     stopped = submits(world.open(0, 1, [Part("a", 0, 9)]))

@@ -62,7 +62,7 @@ def failed(commands: list[Command]) -> list[tuple[str, int, int]]:
 
 
 def test_nothing_of_them_is_granted_or_charged():
-    world = Planned(limits=Limits(max_inflight_bytes=2))
+    world = Planned(limits=Limits(max_granted_bytes=2))
     assert not of(world.out, Submit)
     figures = world.flow.statistics()
     assert figures.load_inflight_bytes == 0 and figures.steps == 1

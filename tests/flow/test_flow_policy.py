@@ -9,10 +9,10 @@ import pytest
 from layerflow.flow.cost import (
     ComputeCost,
     ComputeModel,
-    Inputs,
     LinkCost,
     LinkModel,
     Mode,
+    ModeInputs,
     attention_pairs,
     choose,
     forecast,
@@ -33,7 +33,7 @@ def inputs(**changes):
         step_seconds=1e-4,
         batch_seconds=3e-5,
     )
-    return Inputs(**{**base, **changes})
+    return ModeInputs(**{**base, **changes})
 
 
 def test_nothing_measured_prefers_layerwise():

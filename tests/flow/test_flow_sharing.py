@@ -21,8 +21,8 @@ from layerflow.flow.events import (
     Tick,
 )
 
-SMALL = Limits(max_transfer_bytes=100, max_inflight_bytes=200)
-LARGER = Limits(max_transfer_bytes=100, max_inflight_bytes=400)
+SMALL = Limits(max_transfer_bytes=100, max_granted_bytes=200)
+LARGER = Limits(max_transfer_bytes=100, max_granted_bytes=400)
 
 
 def two_sessions(layers=2, limits=SMALL):
@@ -36,7 +36,7 @@ def total(batches):
     return sum(batch.nbytes for batch in batches)
 
 
-TWO_LOADS = Limits(max_inflight_bytes=270, max_transfer_bytes=100)
+TWO_LOADS = Limits(max_granted_bytes=270, max_transfer_bytes=100)
 """Room for two batches of loads, beside the one of saves that loads of several sessions leave."""
 
 
@@ -105,7 +105,7 @@ def test_saves_that_wait_for_compute_leave_loads_three_quarters_of_the_budget():
 
 
 def test_saves_computed_at_once_stay_within_their_half_however_many_sessions_there_are():
-    world = World(Limits(max_transfer_bytes=10, max_inflight_bytes=400))
+    world = World(Limits(max_transfer_bytes=10, max_granted_bytes=400))
     for session in range(8):
         world.open_session(session, [(0, 10)] * 2)
     for session in range(8):
@@ -199,7 +199,7 @@ def test_a_held_commit_does_not_wait_for_the_reports_of_fenced_loads():
 
 def test_room_for_saves_that_are_not_computed_goes_round_between_sessions():
     """A session that computes fast would otherwise take each time what it has given back."""
-    world = World(Limits(max_transfer_bytes=100, max_inflight_bytes=400))
+    world = World(Limits(max_transfer_bytes=100, max_granted_bytes=400))
     for number in range(3):
         world.open_session(number, [(0, 100)] * 4)
     granted = [submits(world.open(number, number, saves=[Part("a", 0, 1)]), SAVE) for number in range(3)]
@@ -216,7 +216,7 @@ def test_room_for_saves_that_are_not_computed_goes_round_between_sessions():
 @pytest.mark.parametrize("sessions", [1, 10, 200])
 def test_an_event_asks_the_sessions_that_it_concerns_however_many_wait(sessions):
     layers = 12
-    flow = Flow(Limits(max_transfer_bytes=100, max_inflight_bytes=4000))
+    flow = Flow(Limits(max_transfer_bytes=100, max_granted_bytes=4000))
     for number in range(sessions):
         flow.handle(SessionOpened(number, (LayerShape(0, 100),) * layers), 0.0)
     waiting: dict[int, list[Submit]] = {number: [] for number in range(sessions)}

@@ -6,7 +6,7 @@ import pytest
 from flow_world import SAVE, World, of, submits
 
 from layerflow.errors import InvalidTransition
-from layerflow.flow.commands import Call, Commit, ObjectsLost, Revoke, TransferDone, WriteBegun, Written
+from layerflow.flow.commands import Call, Commit, ObjectsLost, ObjectsPublished, Revoke, TransferDone, WriteBegun
 from layerflow.flow.events import (
     HostLost,
     Item,
@@ -45,7 +45,7 @@ def test_each_layer_is_written_once_it_is_stored_and_all_is_published_after_the_
     calls = list(world.writes.calls.values())
     assert [moved(world.end_call(call)) for call in calls] == [[], [], [(3, 3, 0, 2)]]
     out = world.written()
-    assert of(out, Written)[0].objects == (0, 1) and of(out, TransferDone)
+    assert of(out, ObjectsPublished)[0].objects == (0, 1) and of(out, TransferDone)
     assert (world.flow.statistics().written_objects, world.flow.statistics().written_bytes) == (2, 9)
     world.drain()
 
@@ -61,7 +61,7 @@ def test_layers_that_were_stored_meanwhile_are_one_call():
 
 
 def test_calls_keep_the_caps_and_the_budget():
-    limits = Limits(max_transfer_bytes=16, max_transfer_blocks=8, max_inflight_bytes=40)
+    limits = Limits(max_transfer_bytes=16, max_transfer_blocks=8, max_granted_bytes=40)
     world = World(limits)
     world.open_session(0, [(0, 1)] * 4)
     parts = [Part(name, 0, 2) for name in "abcd"]
@@ -77,7 +77,7 @@ def test_calls_keep_the_caps_and_the_budget():
 
 
 def test_sources_take_turns():
-    world = World(Limits(max_transfer_bytes=10, max_inflight_bytes=20))
+    world = World(Limits(max_transfer_bytes=10, max_granted_bytes=20))
     world.open_session(0, [(0, 1)] * 6)
     parts = [Part("a", 0, 1)]
     for step, source in ((1, "x"), (2, "x"), (3, "y")):
@@ -96,7 +96,7 @@ def test_sources_take_turns():
 
 
 def test_a_layer_that_is_not_granted_yet_is_not_written():
-    world, saves, _ = saving([Part("a", 0, 4)], limits=Limits(max_transfer_blocks=1, max_inflight_bytes=40))
+    world, saves, _ = saving([Part("a", 0, 4)], limits=Limits(max_transfer_blocks=1, max_granted_bytes=40))
     assert [(s.layer, s.lo) for s in saves] == [(0, 0), (0, 1)]
     said = []
     while world.flying:
@@ -126,7 +126,7 @@ def test_a_held_commit_holds_back_what_is_published_and_not_what_is_written():
 
 
 def test_a_part_that_fails_takes_its_objects_along_and_no_others():
-    limits = Limits(max_transfer_blocks=1, max_inflight_bytes=40)
+    limits = Limits(max_transfer_blocks=1, max_granted_bytes=40)
     world, (first, second), _ = saving([Part("a", 0, 1), Part("b", 0, 1)], layers=1, limits=limits)
     assert not moved(world.done(first))
     out = world.fail(second)
@@ -151,7 +151,7 @@ def test_what_is_being_published_is_not_published_twice_nor_lost_silently():
     world.end_call(call)
     (publish,) = world.writes.calls.values()
     out = world.end_call(publish, 0, reason="no replica")
-    assert of(out, ObjectsLost)[0].reason == "no replica" and of(out, TransferDone) and not of(out, Written)
+    assert of(out, ObjectsLost)[0].reason == "no replica" and of(out, TransferDone) and not of(out, ObjectsPublished)
     world.drain()
 
 
@@ -238,12 +238,12 @@ def test_what_is_aborted_and_not_drained_is_not_published_with_the_rest():
     first, _ = world.flying.values()
     out = world.done(first)
     assert of(out, Commit)[0].parts == (1,) and not of(out, Revoke), "group 1 still reads what is aborted"
-    assert of(world.written(), Written)[0].objects == (1,)
+    assert of(world.written(), ObjectsPublished)[0].objects == (1,)
     world.drain()
 
 
 def test_the_death_of_what_was_not_granted_lets_the_rest_be_written():
-    world = World(Limits(max_transfer_blocks=1, max_inflight_bytes=40))
+    world = World(Limits(max_transfer_blocks=1, max_granted_bytes=40))
     world.open_session(0, [(0, 10)] * 2)
     (save,) = submits(world.open(0, 1, (), [Part("a", 0, 1), Part("b", 0, 1)], write=True))
     assert len(submits(world.open(0, 2, [Part("c", 0, 2)]))) == 3

@@ -17,7 +17,7 @@ from layerflow.agent.values import LoadResult
 from layerflow.flow.commands import Call
 from layerflow.keys import Chain
 from layerflow.server import EmbeddedServer
-from layerflow.server.incoming import Fetches, IncomingJob
+from layerflow.server.incoming import IncomingFetches, IncomingJob
 from layerflow.spec import GroupSpec, ModelSpec, Plane
 from layerflow.wire import codec
 from layerflow.wire.host_messages import Fetched
@@ -90,20 +90,20 @@ class HostCalls:
 @contextmanager
 def host_calls() -> Iterator[HostCalls]:
     """The calls that servers of this process give to their hosts."""
-    seen, obey, heard = HostCalls(), Fetches.obey, Fetches.heard
+    seen, obey, call_ended = HostCalls(), IncomingFetches.obey, IncomingFetches.call_ended
 
-    def began(self: Fetches, job: IncomingJob, command: Any) -> None:
+    def began(self: IncomingFetches, job: IncomingJob, command: Any) -> None:
         if isinstance(command, Call):
             seen.began(command)
         obey(self, job, command)
 
-    def ended(self: Fetches, message: Fetched) -> None:
+    def ended(self: IncomingFetches, message: Fetched) -> None:
         seen.ended(message.call)
-        heard(self, message)
+        call_ended(self, message)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Fetches, "obey", began)
-        patch.setattr(Fetches, "heard", ended)
+        patch.setattr(IncomingFetches, "obey", began)
+        patch.setattr(IncomingFetches, "call_ended", ended)
         yield seen
 
 

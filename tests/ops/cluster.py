@@ -135,7 +135,7 @@ class Stored:
         for writer in writers:
             mine = replica_of(model.heads or 1, writer.rank, writer.size)
             for chunk, blocks in enumerate(model.chunks):
-                if mine.stores(bytes([chunk * 37]) * 8):
+                if mine.is_writer(bytes([chunk * 37]) * 8):
                     placed.append((chunk, writer, at))
                     at += object_bytes(writer.spec.groups[0], blocks) + (chunk % 2) * 5
         self.arena = FlatArena(at)

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from layerflow.server.peers import source
-from layerflow.server.peers.attachment import Attachment
+from layerflow.server.peers.attachment import PeerAttachment
 from layerflow.server.peers.source import PeerReleases
 from layerflow.wire.messages import PeerReleaseHandoff
 
@@ -35,12 +35,12 @@ class FakePeer:
 
 
 def tell(releases: PeerReleases, peer: FakePeer, name: str, lease_s: float = LEASE_S) -> None:
-    releases.tell(cast(Attachment, peer), name, time.monotonic() + lease_s)
+    releases.tell(cast(PeerAttachment, peer), name, time.monotonic() + lease_s)
 
 
 def up(releases: PeerReleases, peer: FakePeer) -> None:
     peer.up = True
-    releases.peer_up(cast(Attachment, peer))
+    releases.peer_up(cast(PeerAttachment, peer))
 
 
 @pytest.fixture

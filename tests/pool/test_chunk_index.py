@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from layerflow.keys import DIGEST_BYTES, leading_blocks
-from layerflow.pool.base import SharedChunk, Tail
+from layerflow.pool.base import SharedChunk, StoredTail
 from layerflow.pool.chunk_index import MOST_NEAR, ChunkIndex, merged_sharing, merged_tails
 
 BLOCKS = st.lists(st.integers(0, 2), max_size=4)
@@ -58,7 +58,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(parent=PARENTS.filter(bool), most=st.integers(0, 9), undigested=st.booleans())
     def tails(self, parent: bytes, most: int, undigested: bool) -> None:
         found = [
-            Tail(tokens, key)
+            StoredTail(tokens, key)
             for key, (tokens, before, digests) in self.known.items()
             if before == parent and tokens <= most and not (undigested and digests)
         ]

@@ -38,8 +38,8 @@ class CoveringBench:
     def __init__(self, nbytes: int) -> None:
         self.arena = Arena(nbytes)
         self.pool = CoveringPool(self.arena)
-        self.pool.learn(spec(1))
-        self.pool.learn(spec(2))
+        self.pool.add_partition(spec(1))
+        self.pool.add_partition(spec(2))
         self.memory = Arena.attach(self.arena.fd, self.arena.nbytes).array
 
 
@@ -54,8 +54,8 @@ class TestCoveringPool(PoolContract):
 @pytest.fixture
 def pool() -> CoveringPool:
     pool = CoveringPool(Arena(64 * OBJECT))
-    pool.learn(spec(2))
-    pool.learn(spec(1))
+    pool.add_partition(spec(2))
+    pool.add_partition(spec(1))
     return pool
 
 
@@ -135,9 +135,9 @@ def test_tails_of_others_are_told_by_the_readers_keys(pool: CoveringPool) -> Non
 
 def test_other_models_and_what_cannot_be_cut_stand_apart() -> None:
     pool = CoveringPool(Arena(64 * OBJECT))
-    pool.learn(spec(1))
-    pool.learn(spec(2, content="other"))
-    pool.learn(spec(2, heads=(0,)))
+    pool.add_partition(spec(1))
+    pool.add_partition(spec(2, content="other"))
+    pool.add_partition(spec(2, heads=(0,)))
     store(pool, *keys(2))
     assert pool.lookup(keys(1)) == [False]
 
@@ -148,7 +148,7 @@ def test_models_of_other_depths_have_keys_that_end_alike(order: tuple[int, int])
     pool = CoveringPool(Arena(64 * OBJECT))
     for layers in order:
         for tp in (1, 2):
-            pool.learn(spec(tp, content=f"{layers} layers", layers=layers))
+            pool.add_partition(spec(tp, content=f"{layers} layers", layers=layers))
     store(pool, *keys(2))
     [place] = pool.acquire(keys(1), READER, FOREVER)
     assert place is not None
@@ -164,7 +164,7 @@ def test_the_newest_partitions_are_looked_for() -> None:
     sizes = (16, 1, 2, 4, 8)
     assert len(sizes) == MOST_PARTITIONS + 1
     for size in sizes:
-        pool.learn(spec(size))
+        pool.add_partition(spec(size))
     store(pool, *keys(16))
     assert pool.lookup(keys(1)) == [False]
     store(pool, *keys(4))
@@ -174,8 +174,8 @@ def test_the_newest_partitions_are_looked_for() -> None:
 def test_the_table_says_when_it_does_not_tell() -> None:
     presence = PresenceWriter(1 << 16)
     pool = CoveringPool(Arena(64 * OBJECT), presence)
-    pool.learn(spec(1))
+    pool.add_partition(spec(1))
     assert not presence.may_hold(several_key(spec(1).fingerprint))
-    pool.learn(spec(2))
+    pool.add_partition(spec(2))
     assert presence.may_hold(several_key(spec(1).fingerprint))
     pool.validate()

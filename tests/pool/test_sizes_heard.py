@@ -54,31 +54,31 @@ def looked_for(pool: CoveringPool, spec: ModelSpec) -> set[Shard]:
 
 def test_boxes_that_share_no_layer_are_not_compared(pool: CoveringPool, monkeypatch: pytest.MonkeyPatch) -> None:
     own = spec_of(1, 32)
-    pool.learn(own)
+    pool.add_partition(own)
     compared = counted(monkeypatch)
-    pool.hear(own.fingerprint, shard(2, 32))
+    pool.add_remote_partition(own.fingerprint, shard(2, 32))
     assert shard(2, 32) in looked_for(pool, own)
     assert compared[0] <= 32 * 3 * 2, "96 boxes are 4,560 pairs"
 
 
 def test_a_partition_of_more_workers_than_are_believed_is_not_looked_for(pool: CoveringPool) -> None:
     own = spec_of(1, 1)
-    pool.learn(own)
-    pool.hear(own.fingerprint, shard(8, 64))
+    pool.add_partition(own)
+    pool.add_remote_partition(own.fingerprint, shard(8, 64))
     assert MOST_BOXES < 8 * 64
     assert looked_for(pool, own) == {own.shard}
-    pool.hear(own.fingerprint, shard(8, 8))
+    pool.add_remote_partition(own.fingerprint, shard(8, 8))
     assert shard(8, 8) in looked_for(pool, own)
 
 
 def test_what_is_told_again_costs_nothing(pool: CoveringPool, monkeypatch: pytest.MonkeyPatch) -> None:
     own, told = spec_of(1, 1), [shard(2, 1), shard(4, 1)]
-    pool.learn(own)
+    pool.add_partition(own)
     for each in told:
-        pool.hear(own.fingerprint, each)
-    monkeypatch.setattr(covering, "_alternatives", lambda *_: pytest.fail("what is known is not worked out again"))
+        pool.add_remote_partition(own.fingerprint, each)
+    monkeypatch.setattr(covering, "_overlapping_keys", lambda *_: pytest.fail("what is known is not worked out again"))
     for each in itertools.chain(*[told] * 3, [own.shard]):
-        pool.hear(own.fingerprint, each)
+        pool.add_remote_partition(own.fingerprint, each)
 
 
 def store(pool: CoveringPool, keys: Sequence[bytes], spec: ModelSpec, blocks: int = 1) -> None:
@@ -92,8 +92,8 @@ def test_pieces_of_which_one_is_missing_or_too_small_are_not_pinned() -> None:
 
     pool = CoveringPool(Memory(4 << 20))
     whole, halves = spec_of(1, 1), spec_of(2, 1)
-    pool.learn(whole)
-    pool.learn(halves)
+    pool.add_partition(whole)
+    pool.add_partition(halves)
     digest = bytes(range(16))
     key = object_key(digest, 0, whole.shard)
     pieces = [object_key(digest, 0, part) for part in halves.shard.peers()]

@@ -79,7 +79,7 @@ def test_a_stream_that_ends_early():
 def test_an_error_in_a_stream_has_the_status_that_it_names(code, status, judged):
     with pytest.raises(UpstreamError) as caught:
         StreamCheck("D").take(event(f'{{"error": {{"message": "m", "code": {code!r}}}}}'.replace("'", '"')))
-    assert (caught.value.status, caught.value.judged, caught.value.counts) == (status, judged, not judged)
+    assert (caught.value.status, caught.value.rejected, caught.value.counts) == (status, judged, not judged)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from layerflow.config.proxy import InstanceAddress, ProxySettings
 from layerflow.proxy import serve
 from layerflow.proxy.context import make_context
-from layerflow.proxy.instances import Instance, Role
+from layerflow.proxy.instances import Instance, InstanceRole
 from layerflow.proxy.legs import DecodeCall, PrefillUsage, decode
 from layerflow_testing.stub_engine import Behaviour, StubEngine
 
@@ -399,7 +399,7 @@ async def test_a_call_that_was_given_up_sends_nothing_even_if_its_data_came_in_t
             yield token
 
     settings = ProxySettings()
-    instance = Instance(Role.DECODE, "decode-1", InstanceAddress("http://d:1"), settings, lambda: 0.0)
+    instance = Instance(InstanceRole.DECODE, "decode-1", InstanceAddress("http://d:1"), settings, lambda: 0.0)
     answer = httpx.Response(200, headers={"content-type": "text/event-stream"}, stream=Pieces())
     instance.transport = httpx.MockTransport(lambda _: answer)
     released = anyio.Event()

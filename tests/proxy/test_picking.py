@@ -12,8 +12,8 @@ from layerflow.proxy.instances import (
     MAX_HOLDERS,
     Breaker,
     BreakerState,
+    InstanceRole,
     Registry,
-    Role,
     digests,
     prompt_bytes,
 )
@@ -60,7 +60,7 @@ def test_failures_in_a_row_open_the_breaker_and_one_request_tries_later():
 def test_what_a_client_did_wrong_does_not_count():
     breaker = Breaker(1, 10, Clock())
     for _ in range(5):
-        fail(breaker, judged=True, counts=False)
+        fail(breaker, rejected=True, counts=False)
         fail(breaker, counts=False)
     assert breaker.state is BreakerState.CLOSED
 
@@ -79,24 +79,24 @@ async def test_a_cancelled_try_leaves_the_next_one_free():
 def registry(*hosts: str, **settings) -> Registry:
     made = Registry(ProxySettings(**settings), Clock())
     for host in hosts:
-        made.add(Role.PREFILL, InstanceAddress(f"http://{host}:1"))
+        made.add(InstanceRole.PREFILL, InstanceAddress(f"http://{host}:1"))
     return made
 
 
 def picked(of: Registry, text: str = "", tokens: int = 100, **more) -> str:
-    return of.pick(Role.PREFILL, digests(text.encode()), tokens, **more).url[7:-2]
+    return of.pick(InstanceRole.PREFILL, digests(text.encode()), tokens, **more).url[7:-2]
 
 
 def test_the_least_loaded_is_picked_and_equals_take_turns():
     engines = registry("a", "b", "c")
     assert [picked(engines) for _ in range(6)] == ["a", "b", "c", "a", "b", "c"]
-    with engines.of(Role.PREFILL)[0].busy(50), engines.of(Role.PREFILL)[2].busy(10):
+    with engines.of(InstanceRole.PREFILL)[0].busy(50), engines.of(InstanceRole.PREFILL)[2].busy(10):
         assert [picked(engines), picked(engines)] == ["b", "b"]
 
 
 def test_who_has_the_beginning_is_picked_until_the_others_are_quicker():
     engines = registry("a", "b")
-    b = engines.of(Role.PREFILL)[1]
+    b = engines.of(InstanceRole.PREFILL)[1]
     prompt = "x" * 10 * BLOCK_BYTES
     engines.prefixes.record(digests(prompt.encode()), b)
     assert [picked(engines, prompt) for _ in range(3)] == ["b"] * 3
@@ -109,7 +109,7 @@ def test_who_has_the_beginning_is_picked_until_the_others_are_quicker():
 
 def test_an_engine_that_was_down_has_lost_what_it_had():
     engines = registry("a", "b")
-    a, b = engines.of(Role.PREFILL)
+    a, b = engines.of(InstanceRole.PREFILL)
     prompt = "x" * 2 * BLOCK_BYTES
     engines.prefixes.record(digests(prompt.encode()), b)
     b.went_down()
@@ -120,7 +120,7 @@ def test_an_engine_that_was_down_has_lost_what_it_had():
 
 def test_the_table_is_bounded_and_forgets_what_was_not_used():
     engines = registry("a", affinity_prefixes=3)
-    (a,) = engines.of(Role.PREFILL)
+    (a,) = engines.of(InstanceRole.PREFILL)
     first, other = (digests(letter.encode() * 2 * BLOCK_BYTES) for letter in "xy")
     engines.prefixes.record(first, a)
     engines.prefixes.record(other, a)
@@ -140,7 +140,7 @@ def test_a_beginning_has_few_holders():
 
 def test_wanted_tried_and_down():
     engines = registry("a", "b")
-    a, b = engines.of(Role.PREFILL)
+    a, b = engines.of(InstanceRole.PREFILL)
     assert picked(engines, wanted="b:1") == "b" and picked(engines, wanted="b:1") == "b"
     assert picked(engines, tried=[b], wanted="b:1") == "a"
     a.went_down()

@@ -9,7 +9,7 @@ import pytest
 
 from layerflow.config.proxy import InstanceAddress, ProxySettings
 from layerflow.errors import ProxyError, UpstreamError
-from layerflow.proxy.instances import Instance, Role, sleep_on_time
+from layerflow.proxy.instances import Instance, InstanceRole, sleep_on_time
 from layerflow.proxy.legs import post
 from layerflow.proxy.request import CHAT, COMPLETIONS, parse_body, prompts_in, read_request
 from layerflow_testing.stub_engine import Behaviour, StubEngine
@@ -208,12 +208,14 @@ async def test_headers_pass_in_their_bytes_both_ways(order, value):
 async def test_a_header_that_cannot_be_passed_on_is_the_clients_fault(odd):
     """HTTP servers differ in what they let in."""
     with StubEngine() as engine:
-        instance = Instance(Role.DECODE, "decode-1", InstanceAddress(engine.url), ProxySettings(), time.monotonic)
+        instance = Instance(
+            InstanceRole.DECODE, "decode-1", InstanceAddress(engine.url), ProxySettings(), time.monotonic
+        )
         with pytest.raises(UpstreamError, match="cannot be passed on") as caught, instance.breaker.watch():
             async with post(instance, COMPLETIONS, b"{}", [(b"x-odd", odd)], 1.0):
                 pass
         await instance.close()
-    assert (caught.value.status, caught.value.judged, caught.value.counts) == (400, True, False)
+    assert (caught.value.status, caught.value.rejected, caught.value.counts) == (400, True, False)
     assert not engine.seen
 
 

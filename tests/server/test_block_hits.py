@@ -84,7 +84,7 @@ def test_who_shares_most_and_serves_no_hit_hides_nobody() -> None:
         for group in range(2):
             store(pool, spec, group, Shard(0, 1), Chain(ROOT, ids, CHUNK), 0, len(ids))
     chain = Chain(ROOT, [0, 0, 0, 0], CHUNK)
-    found = find_hit(pool, spec, ROOT, chain.digests, len(chain), own=chain.tail, blocks=blocks_of(chain, spec))
+    found = find_hit(pool, spec, ROOT, chain.digests, len(chain), tail_digest=chain.tail, blocks=blocks_of(chain, spec))
     assert hit_of(found, chain, spec).tokens == 2
 
 
@@ -154,7 +154,7 @@ def test_a_hit_reaches_the_last_shared_block(
                 best = hit
     chain = Chain(ROOT, tokens, CHUNK)
     own = chain.tail
-    found = find_hit(pool, spec, ROOT, chain.digests, len(chain), own=own, blocks=blocks_of(chain, spec))
+    found = find_hit(pool, spec, ROOT, chain.digests, len(chain), tail_digest=own, blocks=blocks_of(chain, spec))
     hit = hit_of(found, chain, spec)
     if not gone:
         assert hit.tokens == best
@@ -165,7 +165,7 @@ def test_a_hit_reaches_the_last_shared_block(
     assert seen is None or seen.tokens == hit.tokens or gone
     # The chunk that the table shows is the one that counts.
     if not gone and (end := sight.end(chain)) is not None:
-        few = find_hit(pool, spec, ROOT, chain.digests, len(chain), own=own, blocks=blocks_of(chain, spec, end))
+        few = find_hit(pool, spec, ROOT, chain.digests, len(chain), tail_digest=own, blocks=blocks_of(chain, spec, end))
         assert hit_of(few, chain, spec).tokens == hit.tokens
 
 
@@ -176,7 +176,7 @@ def test_of_many_chunks_the_one_that_shares_most_is_offered() -> None:
         store(pool, spec, 0, spec.shard, Chain(ROOT, [*begin, last, *[9] * (CHUNK - BLOCK - 1)], CHUNK), 1, CHUNK)
     store(pool, spec, 0, spec.shard, Chain(ROOT, begin, CHUNK), 0, CHUNK)
     mine = Chain(ROOT, [*begin, 3, 9, 9, 1], CHUNK)
-    found = find_hit(pool, spec, ROOT, mine.digests, len(mine), own=mine.tail, blocks=blocks_of(mine, spec))
+    found = find_hit(pool, spec, ROOT, mine.digests, len(mine), tail_digest=mine.tail, blocks=blocks_of(mine, spec))
     assert [(tail.chunk, tail.tokens, tail.shared) for tail in found.tails] == [(1, CHUNK, 2 * BLOCK)]
 
 
@@ -185,7 +185,7 @@ def test_what_is_offered_is_bounded() -> None:
     for last in range(3 * MAX_TAILS):
         store(pool, spec, 0, spec.shard, Chain(ROOT, [7] * BLOCK + [last], CHUNK), 0, BLOCK + 1)
     mine = Chain(ROOT, [7] * BLOCK + [1000, 1], CHUNK)
-    found = find_hit(pool, spec, ROOT, mine.digests, len(mine), own=mine.tail, blocks=blocks_of(mine, spec))
+    found = find_hit(pool, spec, ROOT, mine.digests, len(mine), tail_digest=mine.tail, blocks=blocks_of(mine, spec))
     assert len(found.tails) == MAX_TAILS
     assert hit_of(found, mine, spec).tokens == BLOCK
 
@@ -381,7 +381,7 @@ def test_a_hit_of_another_prompt_is_refused() -> None:
     pool = MemoryPool(Memory(1 << 16))
     stored, mine = Chain(ROOT, [7] * CHUNK, CHUNK), Chain(ROOT, [7] * 4 + [1] * 9, CHUNK)
     store(pool, spec, 0, spec.shard, stored, 0, CHUNK)
-    found = find_hit(pool, spec, ROOT, mine.digests, len(mine), own=mine.tail, blocks=blocks_of(mine, spec))
+    found = find_hit(pool, spec, ROOT, mine.digests, len(mine), tail_digest=mine.tail, blocks=blocks_of(mine, spec))
     hit = hit_of(found, mine, spec)
     assert (hit.tokens, hit.tail_shared, hit.tail_digest) == (4, 4, stored.digests[0])
     tables = [np.arange(8)]

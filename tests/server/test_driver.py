@@ -16,7 +16,7 @@ BATCHES = 8 * FIRST_BATCHES
 async def test_a_load_begins_with_a_few_batches_and_goes_on_with_one_grant_a_report() -> None:
     """The forward pass reaches a layer, and a whole layer's batches may be granted at once."""
     sent: list[Message] = []
-    limits = Limits(prefetch_layers=1, max_transfer_bytes=1, max_inflight_bytes=12 * BATCHES)
+    limits = Limits(prefetch_layers=1, max_transfer_bytes=1, max_granted_bytes=12 * BATCHES)
     pool: Any = None
     driver = Driver(pool, limits, Metrics(), lambda _, message: sent.append(message), lambda _: None)
     try:

@@ -102,7 +102,7 @@ def test_a_quiet_scheduler_is_not_called_silent_and_not_forgotten(server: Embedd
     os.close(fd)
     visitor.attach(memory=False)
     [session] = server.server.sessions
-    session.heard -= 1e6
+    session.heard_at -= 1e6
     server.call(server.server._clients.lose_silent, session)
     assert not session.silent
     assert list(server.server.sessions) == [session]

@@ -13,10 +13,13 @@ from e2e.known import PATIENCE_S, KnownWorker, Run, eventually, small_spec
 from layerflow.agent import Control, Follow
 from layerflow.agent.client import Inquiry
 from layerflow.agent.lookups import Lookups
+from layerflow.agent.presence import WITHDRAWN, hit_of
+from layerflow.agent.values import Hit
 from layerflow.flow.cost import ComputeCost
 from layerflow.keys import Chain
 from layerflow.server import EmbeddedServer
 from layerflow.spec import ModelSpec
+from layerflow.wire.messages import Found
 from server.support import Embed, observe
 
 TOKENS = 100  # six chunks of 16 and a tail of 4
@@ -66,6 +69,16 @@ def prefilled(pair: Pair, name: str, chain: Chain) -> Run:
     run = pair.p.serve(chain, look=False)
     pair.p_control.end_handoff(name, tokens=len(chain))
     return run
+
+
+def test_a_hand_off_that_ends_while_it_is_looked_up_is_a_miss_with_a_reason() -> None:
+    spec = small_spec()
+    chain = Chain(b"r" * 16, list(range(3 * spec.chunk_tokens)), spec.chunk_tokens)
+    asked = Follow(1e9, "h")
+    assert hit_of(Found(1, 0, [], following=True), chain, spec, asked) == Hit(0, reason=WITHDRAWN)
+    assert hit_of(Found(1, 0, [], following=True, reason="failed"), chain, spec, asked).reason == "failed"
+    assert hit_of(Found(1, 0, [], following=True), chain, spec, Follow(1e9)) == Hit(0), "of no hand-off"
+    assert hit_of(Found(1, spec.chunk_tokens, [], following=True), chain, spec, asked).following
 
 
 def test_a_handoff_is_open_then_complete_and_its_reader_finds_all_but_a_token(pair: Pair) -> None:

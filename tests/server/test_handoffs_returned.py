@@ -50,7 +50,7 @@ class Arena:
             self.pool,
             int(1.5 * COUNT * NBYTES),
             lambda: 1.0,
-            withdraw=lambda keys, owner, _: self.pool.revoke(list(keys), owner),
+            revoke_reservations=lambda keys, owner, _: self.pool.revoke(list(keys), owner),
             soon=self.soon.append,
             changed=lambda: None,
         )
@@ -69,7 +69,7 @@ class Arena:
     def store(self, name: str, prompt: Prompt) -> None:
         """A step saves all of it, and its engine ends it."""
         for new in prompt.all.values():
-            assert self.handoffs.adopt("P", [new], ("step", 1, 1))
+            assert self.handoffs.take_reservations("P", [new], ("step", 1, 1))
         self.pool.commit(prompt.keys, ("step", 1, 1))
         self.handoffs.stored(prompt.keys, 0.0)
         self.handoffs.end(name, "P", prompt.tokens, "", 0.0)
@@ -152,12 +152,15 @@ def test_what_is_still_to_be_given_back_is_nobodys_hand_off(arena: Arena) -> Non
     assert arena.open("h", prompt) == ""
     arena.handoffs.end("h", "P", 0, "its engine was stopped", 0.0)
     saved, lost, late = prompt.keys[0], prompt.keys[1], prompt.keys[2]
-    assert arena.handoffs.adopt("P", [prompt.all[saved], prompt.all[lost]], ("step", 1, 1)).keys() == {saved, lost}
+    assert arena.handoffs.take_reservations("P", [prompt.all[saved], prompt.all[lost]], ("step", 1, 1)).keys() == {
+        saved,
+        lost,
+    }
     arena.pool.commit([saved], ("step", 1, 1))
     arena.handoffs.stored([saved], 0.0)
     arena.pool.revoke([lost], ("step", 1, 1))
     arena.handoffs.lost([lost], "it was given up")
-    arena.handoffs.give_back("P", [late])
+    arena.handoffs.cancel_reservations("P", [late])
     arena.turns()
     assert arena.pool.lookup([saved, lost, late]) == [True, False, False]
     figures = arena.pool.statistics()

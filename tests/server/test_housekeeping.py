@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerflow.pool.base import Pool
-from layerflow.server.incoming import ALLOWED_S, Follows, IncomingObjects
+from layerflow.server.incoming import ALLOWED_S, IncomingObjects, IncomingSaves
 from layerflow.server.server import MOST_BEHIND_S, PERIOD_S, PausedClock
 from server.support import Embed
 
@@ -67,7 +67,7 @@ def test_upkeep_that_fails_does_not_end_the_server(embed: Embed, monkeypatch: py
 
 
 def test_requests_that_may_follow_end_in_the_order_of_their_last_lookup() -> None:
-    follows = Follows(IncomingObjects(cast(Pool, None), lambda _: None), lambda *_: None)
+    follows = IncomingSaves(IncomingObjects(cast(Pool, None), lambda _: None), lambda *_: None)
     for number in range(4):
         follows.allow("engine", f"r{number}", float(number))
     follows.allow("engine", "r0", 5.0)  # looked up again

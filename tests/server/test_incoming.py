@@ -35,7 +35,7 @@ from layerflow.flow.events import (
 from layerflow.pool.arena import Arena
 from layerflow.pool.base import Owner
 from layerflow.pool.memory import MemoryPool
-from layerflow.server.incoming import Fetches, Follows, IncomingObjects
+from layerflow.server.incoming import IncomingFetches, IncomingObjects, IncomingSaves
 from layerflow.wire.host_messages import Fetched, Pull, ToHost
 from server.test_tier_jobs import LAYERS, NBYTES, STEP, key, new
 
@@ -53,15 +53,15 @@ class Server:
         self.incoming = IncomingObjects(self.pool, self.emit)
         self.tier = self._host(Hop.FETCH)
         self.peers = self._host(Hop.PEER)
-        self.follows = Follows(self.incoming, lambda _, name: self.saved.index(name))
+        self.follows = IncomingSaves(self.incoming, lambda _, name: self.saved.index(name))
         self.emit([SessionOpened(STEP[0], (LayerShape(0, 512),) * LAYERS)])
 
-    def _host(self, hop: Hop) -> Fetches:
+    def _host(self, hop: Hop) -> IncomingFetches:
         def send(message: ToHost) -> bool:
             self.sent[hop].append(message)
             return True
 
-        return Fetches(self.incoming, send, lambda *_: None, hop=hop, ended=self.ended.append)
+        return IncomingFetches(self.incoming, send, lambda *_: None, hop=hop, ended=self.ended.append)
 
     def emit(self, events: Sequence[Event]) -> None:
         """As the driver does."""
@@ -76,7 +76,7 @@ class Server:
                         self.pool.commit([self.saved[part] for part in command.parts], ("step", *STEP))
                     case Revoke():
                         keys = [self.saved[part] for part in command.parts]
-                        self.follows.withdraw(keys, ("step", *STEP), command.reason)
+                        self.follows.revoke_reservations(keys, ("step", *STEP), command.reason)
             self.flow.validate()
 
     def save(self, *names: int) -> None:
@@ -93,10 +93,10 @@ class Server:
             batch = self.batches.pop(0)
             self.emit([BatchDone(batch.session, batch.batch)])
 
-    def heard(self, source: Fetches, hop: Hop) -> None:
+    def heard(self, source: IncomingFetches, hop: Hop) -> None:
         """A host ends the calls that it was given."""
         for message in [each for each in self.sent[hop] if isinstance(each, Pull)]:
-            source.heard(Fetched(message.id, message.call, ()))
+            source.call_ended(Fetched(message.id, message.call, ()))
 
 
 class Readers:
@@ -190,7 +190,7 @@ def test_what_is_lent_while_it_is_stored_is_told_by_layer_and_pinned_for_each_re
     assert lent[0] is not None and lent[1] is None, "nobody stores object 4"
     assert server.follows.lend([key(3)], 0, range(LAYERS), "other")[0] == lent[0], "it is one follow"
     server.follows.lend([key(3)], 0, range(LAYERS), "gone")
-    server.follows.give_back("gone")
+    server.follows.stop_lending("gone")
     server.store()
     whole = [told for told in readers.told if told[2] == "whole"]
     assert whole == [("one", [key(3)], "whole"), ("other", [key(3)], "whole")]
@@ -205,16 +205,16 @@ def test_what_is_lent_of_a_hand_off_comes_from_the_step_that_saves_it_or_is_told
     server.pool.reserve([new(5), new(6)], handoff)
     server.follows.lend([key(5), key(6)], 0, range(LAYERS), "reader")
     promised = server.incoming.coming[key(5)].job
-    assert server.pool.adopt(new(5), handoff, ("step", *STEP)) is not None
+    assert server.pool.take_reservation(new(5), handoff, ("step", *STEP)) is not None
     server.saved = [key(5)]
-    opened = StepOpened(*STEP, 9.0, 9.0, (), (Part("5", 0, 2, promised=True),))
-    server.emit([opened, *server.follows.adopted(STEP, 0, {key(5): 0})])
+    opened = StepOpened(*STEP, 9.0, 9.0, (), (Part("5", 0, 2, awaited=True),))
+    server.emit([opened, *server.follows.reservations_taken(STEP, 0, {key(5): 0})])
     assert server.incoming.coming[key(5)].job is not promised is server.incoming.coming[key(6)].job
     server.store()
     assert readers.told[-1] == ("reader", [key(5)], "whole")
-    server.follows.withdraw([key(6)], handoff, "its engine has ended it")
+    server.follows.revoke_reservations([key(6)], handoff, "its engine has ended it")
     assert readers.told[-1] == ("reader", [key(6)], "its engine has ended it")
-    server.follows.give_back("reader")
+    server.follows.stop_lending("reader")
     assert not server.incoming.jobs and server.pool.writer(key(6)) is None
     assert server.pool.pinned_by("reader") == 1, "until it is released"
 

@@ -161,7 +161,7 @@ def test_what_a_client_sees_for_itself_is_what_the_server_would_say(world: World
     chain = world.chain
     rest = len(chain) % CHUNK
     own = chain.partial(len(chain.digests), rest) if rest else b""
-    said = find_hit(world.pool, world.spec, ROOT, chain.digests, len(chain), own=own)
+    said = find_hit(world.pool, world.spec, ROOT, chain.digests, len(chain), tail_digest=own)
     assert PresenceView(world.presence.memory, world.spec).hit(chain) == hit_of(said, chain, world.spec)
 
 

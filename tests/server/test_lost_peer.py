@@ -10,7 +10,7 @@ from typing import Any, cast
 from layerflow.flow.events import Event, IncomingFailed
 from layerflow.pool.base import NewObject
 from layerflow.server.incoming import IncomingObjects
-from layerflow.server.peers.attachment import Attachment
+from layerflow.server.peers.attachment import PeerAttachment
 from layerflow.server.peers.questions import Offers, RemoteLease
 from layerflow.server.peers.source import PeerSource
 
@@ -23,7 +23,7 @@ class Source:
     def __init__(self) -> None:
         self.offers = Offers()
         self.failures: Counter[str] = Counter()
-        self.lease = RemoteLease(cast(Attachment, None), 1, b"", b"", 10.0, 10.0, fetches=set(FETCHES))
+        self.lease = RemoteLease(cast(PeerAttachment, None), 1, b"", b"", 10.0, 10.0, fetches=set(FETCHES))
         objects = {number: [NewObject(bytes([number]) * 24, 64, 1, 16)] for number in FETCHES}
         self._incoming = cast(IncomingObjects, SimpleNamespace(positions=lambda number: [*range(len(objects[number]))]))
         self.told: list[Event] = []

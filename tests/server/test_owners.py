@@ -15,7 +15,7 @@ from layerflow.config.peers import MAX_ATTACHED
 from layerflow.server import EmbeddedServer
 from layerflow.server.peers import handoffs
 from layerflow.server.peers import peers as peers_module
-from layerflow.server.peers.attachment import Attachment
+from layerflow.server.peers.attachment import PeerAttachment
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
 from layerflow.wire.packing import pack_u32, pack_u64
@@ -126,7 +126,7 @@ def reason(client: RawClient) -> str:
     return found.reason
 
 
-def learned(server: EmbeddedServer) -> dict[str, Attachment]:
+def learned(server: EmbeddedServer) -> dict[str, PeerAttachment]:
     return dict(server.call(lambda: server.server.peers.source.peers))
 
 

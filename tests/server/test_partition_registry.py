@@ -10,7 +10,7 @@ from layerflow.hosts.backend import ObjectStatus
 from layerflow.objects import HEADER_BYTES
 from layerflow.pool.base import NewObject
 from layerflow.pool.covering import CoveringPool
-from layerflow.server.tier.partitions import FAILED_S, MOST_NOTED, PAYLOAD_BYTES, PartitionRegistry, note_key
+from layerflow.server.tier.partitions import FAILED_S, MOST_RECORDED, PAYLOAD_BYTES, PartitionRegistry, note_key
 from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
 from layerflow.wire.host_messages import (
     EndFetch,
@@ -62,8 +62,8 @@ class Node:
 
     def attach(self, *specs: ModelSpec) -> None:
         for spec in specs:
-            self.pool.learn(spec)
-            self.registry.learn(spec)
+            self.pool.add_partition(spec)
+            self.registry.add_partition(spec)
 
     def answer(self) -> None:
         """The questions that are open."""
@@ -86,7 +86,7 @@ class Node:
                             self.pool.memory_at(offset, len(self.shared[key]))[:] = self.shared[key]
                         else:
                             lost.append(ObjectFailure(position, int(ObjectStatus.MISSING), "it has gone"))
-                    assert self.registry.heard(Fetched(message.id, message.call, tuple(lost)))
+                    assert self.registry.call_ended(Fetched(message.id, message.call, tuple(lost)))
                 case Push():
                     [(key, offset)] = self.places[message.id]
                     failed: tuple[ObjectFailure, ...] = ()
@@ -94,7 +94,7 @@ class Node:
                         failed = (ObjectFailure(0, int(ObjectStatus.EXISTS), "another writer"),)
                     elif message.layer_lo == message.layer_hi:
                         self.shared[key] = bytes(self.pool.memory_at(offset, HEADER_BYTES + PAYLOAD_BYTES))
-                    assert self.registry.heard(Written(message.id, message.call, failed))
+                    assert self.registry.call_ended(Written(message.id, message.call, failed))
                 case EndFetch() | EndWrite():
                     del self.places[message.id]
 
@@ -125,7 +125,7 @@ def test_each_node_learns_what_the_others_store_in(nodes):
     assert one.pool.covering(spec_of(2)) is one.pool
     for node in nodes:
         node.settle()
-        assert len(node.registry.noted()[spec_of(1).fingerprint.hex()]) == 2
+        assert len(node.registry.recorded()[spec_of(1).fingerprint.hex()]) == 2
     assert len(one.shared) == 2, "nothing is noted twice"
 
 
@@ -199,4 +199,4 @@ def test_the_first_sixteen_are_noted(nodes):
     one.attach(*(spec_of(*size) for size in sizes))
     for _ in sizes:
         one.settle()
-    assert len(one.shared) == MOST_NOTED < len(sizes)
+    assert len(one.shared) == MOST_RECORDED < len(sizes)

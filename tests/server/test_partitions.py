@@ -209,10 +209,10 @@ def test_each_partition_is_noted_once_and_no_more_than_four_are_looked_for(embed
     again = on_disk(embed, tmp_path)
     ranks = everyone(again, 1, (6,))
     registry, pool = again.server.tier.partitions, again.server.pool
-    assert eventually(lambda: len(registry._models[spec.fingerprint].noted) == 5)
+    assert eventually(lambda: len(registry._models[spec.fingerprint].recorded) == 5)
     assert notes(again, spec) == 5
     # Of one head and layer of the model there is an object in each partition.
-    looked_for = {pool._partitions[spec.fingerprint].attached[0], *pool._partitions[spec.fingerprint].heard}
+    looked_for = {pool._partitions[spec.fingerprint].attached[0], *pool._partitions[spec.fingerprint].remote}
     assert len(looked_for) == 5
     key = ranks[0].agent.chain(np.arange(CHUNK)).digests[0] + bytes(8)
     assert 0 < len(pool.overlapping_keys(key)) <= (MOST_PARTITIONS - 1) * 6

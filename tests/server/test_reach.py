@@ -19,7 +19,7 @@ from layerflow.config.settings import PoolSettings
 from layerflow.hits import BlockDigests, find_hit
 from layerflow.keys import Chain, object_key
 from layerflow.pool.arena import Arena as PoolArena
-from layerflow.pool.base import SharedChunk, Tail
+from layerflow.pool.base import SharedChunk, StoredTail
 from layerflow.pool.chunk_index import NO_CHUNKS, ChunkIndex
 from layerflow.pool.memory import MemoryPool
 from layerflow.server.account import Accounts, Allowance, Charge
@@ -61,7 +61,7 @@ class Arena:
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         return [key in self.keys for key in keys]
 
-    def tails(self, parent: bytes, most: int, *, undigested: bool) -> list[Tail]:
+    def tails(self, parent: bytes, most: int, *, undigested: bool) -> list[StoredTail]:
         return []
 
     def sharing(self, own: bytes) -> Iterator[SharedChunk]:
@@ -119,7 +119,7 @@ def found_by(arena: Arena, tier: Tier, spec: ModelSpec, tokens: int) -> frozense
 
 def hit_of(arena: Arena, tier: Tier, spec: ModelSpec, found: frozenset[bytes], tokens: int) -> int:
     digests, _, own = prompt_of(tokens)
-    return find_hit(view_of_tier(arena, tier, found), spec, ROOT, digests, tokens, own=own).tokens  # type: ignore[arg-type]
+    return find_hit(view_of_tier(arena, tier, found), spec, ROOT, digests, tokens, tail_digest=own).tokens  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -260,6 +260,6 @@ def test_of_a_pool_that_lists_nothing_hits_end_at_blocks_of_what_was_written(chu
     told = prompt.digests, len(prompt), prompt.tail
     answer = told_by(ask_tier(Arena(), tier, spec, told, charge(), blocks=blocks))  # type: ignore[arg-type]
     there = view_of_tier(Arena(), tier, answer)  # type: ignore[arg-type]
-    found = find_hit(there, spec, ROOT, prompt.digests, len(prompt), own=prompt.tail, blocks=blocks)
+    found = find_hit(there, spec, ROOT, prompt.digests, len(prompt), tail_digest=prompt.tail, blocks=blocks)
     assert hit_of_prompt(found, prompt, spec).tokens == chunks * CHUNK + (0 if gone else BLOCK)
     assert len(tier.asked) == (1 if chunks < FEW_CHUNKS else 2)

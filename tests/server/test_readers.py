@@ -113,7 +113,7 @@ def test_a_lookup_that_raises_is_answered_and_keeps_nothing(
     assert (leases(server), pinned(server)) == (0, 0)
     assert server.call(lambda: server.server.peers.lending.counts()["lent_bytes"]) == 0
     with monkeypatch.context() as patched:
-        patched.setattr(server.server.pool, "share", lambda *_: (_ for _ in ()).throw(PoolError("a bug")))
+        patched.setattr(server.server.pool, "copy_pins", lambda *_: (_ for _ in ()).throw(PoolError("a bug")))
         reader.look(keys)
         assert "a bug" in reader.hear(wire.Problem).message
     assert (leases(server), pinned(server)) == (0, 0)
@@ -238,12 +238,12 @@ def test_pins_of_a_lease_stay_until_the_exporter_has_said_that_nothing_is_read(
     lease, told = lender._leases[number], list[object]()
     monkeypatch.setattr(lender.exporting, "send", lambda message: told.append(message) or True)
     server.call(lambda: lender._withdrawn(number))
-    assert lease.state is lending.LeaseState.LENT, "the exporter was not asked to end it"
+    assert lease.state is lending.PeerLeaseState.LENT, "the exporter was not asked to end it"
     server.call(lambda: lender._end(lease))
     server.call(lambda: lender._end(lease))
-    assert lease.state is lending.LeaseState.WITHDRAWN and len(told) == 1 and pinned(server) == len(keys)
+    assert lease.state is lending.PeerLeaseState.WITHDRAWN and len(told) == 1 and pinned(server) == len(keys)
     server.call(lambda: lender._withdrawn(number))
-    assert (lease.state, leases(server), pinned(server)) == (lending.LeaseState.OVER, 0, 0)
+    assert (lease.state, leases(server), pinned(server)) == (lending.PeerLeaseState.OVER, 0, 0)
     monkeypatch.undo()
 
 

@@ -23,7 +23,7 @@ from layerflow.flow.commands import (
     TransferDone,
     WriteBegun,
 )
-from layerflow.flow.commands import Written as WrittenCommand
+from layerflow.flow.commands import ObjectsPublished as WrittenCommand
 from layerflow.flow.events import (
     BatchDone,
     Event,
@@ -47,7 +47,7 @@ from layerflow.objects import HEADER_BYTES
 from layerflow.pool.arena import Arena
 from layerflow.pool.base import NewObject
 from layerflow.pool.memory import MemoryPool
-from layerflow.server.incoming import Fetches, IncomingObjects
+from layerflow.server.incoming import IncomingFetches, IncomingObjects
 from layerflow.server.tier.writes import Writes
 from layerflow.wire.host_messages import (
     Drop,
@@ -90,7 +90,7 @@ class World:
         self.written: list[bytes] = []
         self.alive = True
         self.incoming = IncomingObjects(self.pool, self.emit)
-        self.fetches = Fetches(self.incoming, self.send, self.fail)
+        self.fetches = IncomingFetches(self.incoming, self.send, self.fail)
         self.writes = Writes(self.pool, self.send, self.emit, lambda one: self.written.append(one.key), self.fail)
         self.batches: list[Submit] = []
         self.saved: dict[tuple[int, int], list[bytes]] = {}
@@ -153,7 +153,7 @@ class World:
         pull = self.said(Pull)[ended]
         report = Fetched(pull.id, pull.call, failed)
         self.sent.append(report)  # so that the next one is counted
-        self.fetches.heard(report)
+        self.fetches.call_ended(report)
 
     def save(self, *names: int, step: int = 1) -> None:
         """A step is about to save these, a request each."""
@@ -177,7 +177,7 @@ class World:
         """The host ends its oldest call of a write."""
         push = self.said(Push)[self.ended_calls]
         self.ended_calls += 1
-        self.writes.heard(Written(push.id, push.call, failed))
+        self.writes.call_ended(Written(push.id, push.call, failed))
 
     def write_all(self) -> None:
         """The host ends all its calls of writes."""

@@ -140,7 +140,7 @@ def test_a_server_is_silent_past_its_liveness_until_something_comes() -> None:
     protocol = welcomed(100.0, liveness_ms=2000)
     assert protocol.silent_s(102.0) == 0.0
     assert protocol.silent_s(102.5) == 2.5
-    protocol.heard(102.5)
+    protocol.received(102.5)
     assert protocol.silent_s(104.5) == 0.0
     protocol.receive(codec.encode(STATUS), 104.5)
     assert protocol.silent_s(106.5) == 0.0

@@ -40,7 +40,7 @@ SHARED_BLOCKS = 32
 SHARED_EVENTS = 60_000  # of the steps of all sessions, so that many take no longer than few
 WORST_EVENT_MS = 20.0
 UNCAPPED = Limits(
-    max_transfer_blocks=1 << 30, max_transfer_bytes=1 << 44, max_inflight_bytes=1 << 46, save_backlog_bytes=1 << 60
+    max_transfer_blocks=1 << 30, max_transfer_bytes=1 << 44, max_granted_bytes=1 << 46, save_backlog_bytes=1 << 60
 )
 
 

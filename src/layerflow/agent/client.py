@@ -366,11 +366,11 @@ class Releases:
             self._expire(now)
             self._give_up(len(self._releases) - MAX_RELEASES, f"{MAX_RELEASES} newer ones wait")
 
-    def say(self, conversation: Handshake, until: float = 0.0, then: Callable[[], None] | None = None) -> None:
+    def say(self, conversation: Handshake, until: float = 0.0, on_done: Callable[[], None] | None = None) -> None:
         """Say what was not said over this connection; where it is full, the rest next time.
 
         :param until: monotonic seconds: so long a full connection is waited for.
-        :param then: called when nothing is left to be said, and before anything is added; or at `until`.
+        :param on_done: called when nothing is left to be said, and before anything is added; or at `until`.
         :raises ServerLost: the connection has ended.
         """
         while True:
@@ -378,12 +378,12 @@ class Releases:
                 self._expire(time.monotonic())
                 full = not self._say(conversation)
                 if not full or time.monotonic() >= until:
-                    if then is not None:
-                        then()
+                    if on_done is not None:
+                        on_done()
                     return
             conversation.dealer.poll(LOOK_MS, zmq.POLLOUT)
 
-    def heard(self, number: int) -> None:
+    def acknowledged(self, number: int) -> None:
         """The server has answered a question of this number, which was asked over this connection."""
         with self._lock:
             while self._releases:
@@ -512,7 +512,7 @@ class ServerClient:
         if self.connection is None:
             return False
         try:
-            self._heard(self.connection.conversation.next(until))
+            self._handle(self.connection.conversation.next(until))
         except DeadlineExceeded:
             return False
         except LayerflowError as error:
@@ -571,8 +571,8 @@ class ServerClient:
 
     def drop_lease(self, request: str) -> None:
         """The request's hit will not be loaded. Without a server its lease expires."""
-        void, used = self.plans.drop(request)
-        self.drop_plan(request, void)
+        revoked, used = self.plans.drop(request)
+        self.drop_plan(request, revoked)
         self.tell(DropLease(request, 0 if used else -1))
 
     def lost(self, error: LayerflowError) -> None:
@@ -604,7 +604,7 @@ class ServerClient:
         self.releases.close()
         self.hang_up()
 
-    def _heard(self, message: ToClient) -> None:
+    def _handle(self, message: ToClient) -> None:
         number = getattr(message, "id", -1)
         pending = self._lookups.get(number) or self._asked.get(number)
         if pending is None:
@@ -620,7 +620,7 @@ class ServerClient:
             self._lookups.pop(number, None)
             self._asked.pop(number, None)
         if not isinstance(message, Problem):
-            self.releases.heard(number)
+            self.releases.acknowledged(number)
         if isinstance(message, Found) and isinstance(pending, Inquiry):
             self._settle_plan(pending, message)  # last: what it tells the server may find the connection lost
 
@@ -629,8 +629,8 @@ class ServerClient:
         hit, wanted = inquiry.hit or MISS, inquiry.state is InquiryState.WANTED
         lease_ms = self.connection.lease_ms if self.connection is not None else 0
         if wanted and hit.plan is not None:
-            void = self.plans.give(inquiry.request, hit.plan, time.monotonic() + lease_ms / 1e3)
-            self.drop_plan(inquiry.request, void)
+            revoked = self.plans.register(inquiry.request, hit.plan, time.monotonic() + lease_ms / 1e3)
+            self.drop_plan(inquiry.request, revoked)
         else:
             # Keep the lease of a hit that is only partly resident, and of one that is loaded by what the table showed.
             leased = hit.tokens > 0 if wanted else inquiry.state is InquiryState.TAKEN

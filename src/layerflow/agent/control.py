@@ -118,7 +118,7 @@ class Control:
         if inquiry.follow is None and connection.misses(inquiry.chain):
             inquiry.hit = MISS
             return
-        for request, plan in self.plans.overdue(time.monotonic()):
+        for request, plan in self.plans.expired(time.monotonic()):
             client.drop_plan(request, plan)
         self._ask(inquiry, connection.question(next(client.numbers), inquiry.request, inquiry.chain, inquiry.follow))
 

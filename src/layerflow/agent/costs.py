@@ -11,7 +11,16 @@ from collections.abc import Sequence
 from layerflow.agent.step.step import Step
 from layerflow.agent.values import Hit, Measured, StepRequest
 from layerflow.device.base import Device
-from layerflow.flow.cost import ComputeCost, ComputeModel, Inputs, LinkCost, LinkModel, Mode, attention_pairs, choose
+from layerflow.flow.cost import (
+    ComputeCost,
+    ComputeModel,
+    LinkCost,
+    LinkModel,
+    Mode,
+    ModeInputs,
+    attention_pairs,
+    choose,
+)
 from layerflow.observe.trace import StepFigures, StepTrace, figures
 from layerflow.spec import ModelSpec
 from layerflow.wire.messages import Figures
@@ -82,7 +91,7 @@ class LoadPolicy:
             return Mode(setting)
         with self._lock:
             link, compute = self._known
-            inputs = Inputs(
+            inputs = ModeInputs(
                 hit_tokens=hit.tokens,
                 new_tokens=prompt_tokens - hit.tokens,
                 layers=self._layers,

@@ -58,7 +58,7 @@ class Dispatcher:
         self.link = link
         self.access: ArenaAccess | None = None
         self.lanes = steps.lanes
-        self.bypass = steps.bypass
+        self.direct = steps.direct
         self._steps = steps
         self._memory = memory
         self._device = device
@@ -78,7 +78,7 @@ class Dispatcher:
 
     def supports_direct(self, welcome: Welcome) -> bool:
         """Will this worker move bytes past the server's arena? May take seconds, the first time."""
-        return self.bypass.possible(welcome.direct)
+        return self.direct.possible(welcome.direct)
 
     def connection_made(self, attachment: Attachment) -> None:
         """A server has taken this agent: copy to and from its arena from now on, or past it."""
@@ -117,7 +117,7 @@ class Dispatcher:
 
     def waiting(self, now: float) -> None:
         """Time passed without a server."""
-        self._control.plans.overdue(now)  # there is nobody to tell
+        self._control.plans.expired(now)  # there is nobody to tell
         self._steps.sweep_arenas(now)
         self._steps.measure(now)
         for step in self._steps.all():
@@ -159,7 +159,7 @@ class Dispatcher:
                 log.info("server_heard_again")
         self._steps.measure(now)
         self._steps.sweep_arenas(now)
-        for request, plan in self._control.plans.overdue(now):
+        for request, plan in self._control.plans.expired(now):
             self.link.send(DropLease(request, plan))
         for step in self._steps.all():
             if now > (step.deadline if silent or not step.announced else step.save_deadline):
@@ -240,7 +240,7 @@ class Dispatcher:
 
     def _start(self, batch: Batch) -> None:
         step = self._steps.get(batch.step)
-        copier = self.bypass.copier(step, batch) if step is not None else None
+        copier = self.direct.copier(step, batch) if step is not None else None
         if copier is None and self.access is not None:
             copier = self.access.copiers[batch.direction]
         if step is None or copier is None:
@@ -262,7 +262,7 @@ class Dispatcher:
             parts = stored.parts if step.leases is None else step.leases.saves.parts_of(stored.parts)
             step.reads.settled(parts)
             if stored.committed and step.leases is not None:
-                self.bypass.publish(step, stored.parts, functools.partial(self._published, step))
+                self.direct.publish(step, stored.parts, functools.partial(self._published, step))
                 continue
             for request in {step.saves[part].request for part in parts}:
                 if stored.committed:
@@ -274,7 +274,7 @@ class Dispatcher:
         for number in notice.finished:
             step = self._steps.get(number)
             if step is not None:
-                self.bypass.after_direct_work(step, functools.partial(self._steps.end, step))
+                self.direct.after_direct_work(step, functools.partial(self._steps.end, step))
 
     def _published(self, step: Step, part: int, failure: str) -> None:
         """The pool has published a save part past the arena, or could not; on the direct lane's thread."""

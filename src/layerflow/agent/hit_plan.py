@@ -27,18 +27,18 @@ class PinnedPlaces:
     :param rows: see :data:`layerflow.places.Places`.
     :param tail: the row of the object that the hit ends in, where that is not the prompt's own full chunk; else -1.
 
-    :ivar void: it was given up; nothing may begin by it.
+    :ivar revoked: it was given up; nothing may begin by it.
     :ivar users: who has begun a load by it, each once.
     """
 
-    __slots__ = ("incarnation", "number", "rows", "tail", "users", "void")
+    __slots__ = ("incarnation", "number", "revoked", "rows", "tail", "users")
 
     def __init__(self, number: int, incarnation: int, rows: Places, tail: int) -> None:
         self.number = number
         self.incarnation = incarnation
         self.rows = rows
         self.tail = tail
-        self.void = False
+        self.revoked = False
         self.users: set[int] = set()
 
     @classmethod
@@ -119,21 +119,21 @@ class UnusedPlaces:
         self._of: dict[str, int] = {}  #: by request, the number of its plan
         self._used: ExpiringSet[str] = ExpiringSet(MOST_USED)
 
-    def give(self, request: str, plan: PinnedPlaces, until: float) -> int:
+    def register(self, request: str, plan: PinnedPlaces, until: float) -> int:
         """Hold a lookup's plan. Return the number of the request's earlier plan, which is void now; 0 = there is none.
 
         :param until: monotonic seconds; unused, it is void then.
         """
         with self._lock:
-            void = self._void(request)
+            revoked = self._revoke(request)
             self._plans[plan.number] = request, plan, until
             self._of[request] = plan.number
-            return void
+            return revoked
 
-    def use(self, plan: PinnedPlaces, request: str, user: int) -> bool:
+    def consume(self, plan: PinnedPlaces, request: str, user: int) -> bool:
         """May this user begin a load by it? Once."""
         with self._lock:
-            if plan.void or user in plan.users:
+            if plan.revoked or user in plan.users:
                 return False
             plan.users.add(user)
             held = self._plans.pop(plan.number, None)
@@ -142,32 +142,32 @@ class UnusedPlaces:
                 self._used.add(request)
             return True
 
-    def void(self, request: str) -> int:
+    def revoke(self, request: str) -> int:
         """Void the plan of a request that will not be loaded by it. Return its number; 0 = there is none."""
         with self._lock:
-            return self._void(request)
+            return self._revoke(request)
 
     def drop(self, request: str) -> tuple[int, bool]:
-        """As :meth:`void`, of a request that will not be loaded. Return also whether a plan of it was used."""
+        """As :meth:`revoke`, of a request that will not be loaded. Return also whether a plan of it was used."""
         with self._lock:
-            return self._void(request), self._used.discard(request)
+            return self._revoke(request), self._used.discard(request)
 
-    def overdue(self, now: float) -> list[tuple[str, int]]:
+    def expired(self, now: float) -> list[tuple[str, int]]:
         """Plans that were not used in time, which are void now: their requests and numbers."""
         if not self._plans:  # nearly always
             return []
         with self._lock:
             late = [(request, number) for number, (request, _, until) in self._plans.items() if until <= now]
             for request, _ in late:
-                self._void(request)
+                self._revoke(request)
             return late
 
-    def _void(self, request: str) -> int:
+    def _revoke(self, request: str) -> int:
         number = self._of.pop(request, 0)
         held = self._plans.pop(number, None)
         if held is None:
             return 0
-        held[1].void = True
+        held[1].revoked = True
         return number
 
 

@@ -360,14 +360,14 @@ class Link:
         for descriptor in (messages, connection, self._wakeup_fd):
             poller.register(descriptor, select.POLLIN)
         protocol, sampled = self._protocol, False
-        protocol.heard(time.monotonic())
+        protocol.received(time.monotonic())
         while True:
             with self._turn:
                 now = time.monotonic()
                 if self._broken is not None:
                     raise self._broken
                 if _pending(dealer):  # after a pause of this process: answers have queued up
-                    protocol.heard(now)
+                    protocol.received(now)
                 self._listener.tick(now, silent=protocol.silent_s(now) > 0)
                 if now >= protocol.next_beat:
                     protocol.beat_sent(now)
@@ -380,11 +380,11 @@ class Link:
                 if self._closing:
                     return
                 # A message that came while something was sent does not wake the poll below.
-                patience = 0 if _pending(dealer) else max(1, round((protocol.next_beat - now) * 1e3))
-                sampling = patience > 0 and self._listener.sampling()
+                timeout_ms = 0 if _pending(dealer) else max(1, round((protocol.next_beat - now) * 1e3))
+                sampling = timeout_ms > 0 and self._listener.sampling()
                 if sampling:
-                    patience = FRONTIER_SAMPLE_MS
-            ready = dict(poller.poll(patience))
+                    timeout_ms = FRONTIER_SAMPLE_MS
+            ready = dict(poller.poll(timeout_ms))
             sampled = sampling and not ready
             if self._wakeup_fd in ready:
                 self._look()
@@ -393,7 +393,7 @@ class Link:
                     if dealer.poll(LAST_WORDS_MS):  # how the steps that it drained have ended
                         self._read(dealer)
                     raise ServerLost("the server hung up")
-                if messages in ready or not patience:
+                if messages in ready or not timeout_ms:
                     self._read(dealer)
 
     def _read(self, dealer: zmq.Socket[bytes]) -> None:

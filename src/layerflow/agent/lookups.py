@@ -124,7 +124,7 @@ class Lookups(ServerClient):
         if inquiry.hit is None:
             return hit
         if inquiry.hit.plan is not None:
-            self.plans.use(inquiry.hit.plan, inquiry.request, 0)
+            self.plans.consume(inquiry.hit.plan, inquiry.request, 0)
         return inquiry.hit
 
     def open_handoff(
@@ -215,7 +215,7 @@ class Lookups(ServerClient):
         inquiry = self._current.pop(request, None)
         if inquiry is not None:
             inquiry.enter(InquiryState.DROPPED)
-            self.drop_plan(request, self.plans.void(request))
+            self.drop_plan(request, self.plans.revoke(request))
 
     def _catch_up(self, left: int = 1) -> None:
         """Take the answers that no call waits for, until at most `left` lookups have none."""

@@ -206,7 +206,7 @@ def _populate(arena: SharedMemory, start: int = 0) -> None:
 # end of that process makes sure of that. A server that has merely hung up may give the places to others.
 
 
-class Owner(enum.Enum):
+class ServerState(enum.Enum):
     """What is known of an arena's server."""
 
     SERVES = "serves"
@@ -228,7 +228,7 @@ class KnownArena:
     memory: SharedMemory
     access: ArenaAccess
     keep_s: float
-    owner: Owner = Owner.SERVES
+    server: ServerState = ServerState.SERVES
     until: float = 0.0
     loading: set[int] = field(default_factory=set)
 
@@ -263,22 +263,24 @@ class Arenas:
         """Note that an arena's server has hung up. Return the arena; None = it is not mapped."""
         arena = self._known.get(incarnation)
         if arena is not None:
-            arena.owner = Owner.UNKNOWN
+            arena.server = ServerState.UNKNOWN
         return arena
 
     def decide(self, arena: KnownArena, dead: bool, now: float) -> None:
         """Has its server's process ended? If not, no plan of it is used any more."""
         if dead:
-            arena.owner, arena.until = Owner.DEAD, now + arena.keep_s
+            arena.server, arena.until = ServerState.DEAD, now + arena.keep_s
         else:
             self._known.pop(arena.incarnation, None)
 
     def overdue(self, now: float) -> list[KnownArena]:
         """Dead servers' arenas that no plan in use names any more; they are known no longer."""
-        if len(self._known) < 2 and not any(each.owner is Owner.DEAD for each in self._known.values()):
+        if len(self._known) < 2 and not any(each.server is ServerState.DEAD for each in self._known.values()):
             return []
         late = [
-            each for each in self._known.values() if each.owner is Owner.DEAD and each.until <= now and not each.loading
+            each
+            for each in self._known.values()
+            if each.server is ServerState.DEAD and each.until <= now and not each.loading
         ]
         for arena in late:
             del self._known[arena.incarnation]

@@ -9,7 +9,7 @@ import numpy as np
 
 from layerflow.agent.descriptors import Numbered, PartDescriptor
 from layerflow.agent.hit_plan import columns_of
-from layerflow.agent.lanes.load import LayerShape, WorkerDrivenLoads
+from layerflow.agent.lanes.load import WorkerDrivenLayer, WorkerDrivenLoads
 from layerflow.agent.lanes.task import EmulatedLink
 from layerflow.agent.mapping import KnownArena
 from layerflow.agent.step.loads import ObjectGuard
@@ -45,7 +45,7 @@ class LoadLocator:
         self._full = [len(keep(spec.chunk_tokens)) for keep in self._keep]
         self._groups = len(spec.groups)
         self._layers = [
-            LayerShape(layer, group, spec.groups[group].bytes_per_block)
+            WorkerDrivenLayer(layer, group, spec.groups[group].bytes_per_block)
             for layer, (group, _) in enumerate(spec.layer_places())
         ]
 

@@ -23,6 +23,9 @@ from layerflow.spec import ModelSpec, Shard
 from layerflow.system.memfd import SharedMemory
 from layerflow.wire.messages import Found, Lookup, TailHit
 
+WITHDRAWN = "what it holds was withdrawn while it was looked up"
+"""Why a hand-off that is open is not followed."""
+
 MOST_LOOKS = 128
 """Objects of one prompt that are looked for in the table on a scheduler's own thread, some 2 us each."""
 
@@ -91,14 +94,16 @@ class PresenceView:
         if len(chain.digests) * len(self._whole_spec.groups) * len(shards) > MOST_LOOKS:
             return None
         seen = _SeenKeys(self._table, chain, self._shard)
-        found = find_hit(seen, self._whole_spec, chain.parent(0), chain.digests, len(chain), own=chain.tail)
+        found = find_hit(seen, self._whole_spec, chain.parent(0), chain.digests, len(chain), tail_digest=chain.tail)
         hit = hit_of(found, chain, self._spec)
         end = self.end(chain)
-        if not seen.sure or (end is not None and self._reach(chain, end) > hit.tokens and self._may_share(chain, end)):
+        if not seen.sure or (
+            end is not None and self._longest_hit(chain, end) > hit.tokens and self._may_share(chain, end)
+        ):
             return None
         return hit
 
-    def _reach(self, chain: Chain, chunk: int) -> int:
+    def _longest_hit(self, chain: Chain, chunk: int) -> int:
         """Tokens of the longest hit that could end at a block of `chunk`."""
         unit, start = self._spec.block_tokens or 1, chunk * chain.chunk_tokens
         return self._spec.usable(start + (len(chain) - start) // unit * unit, len(chain)) or 0
@@ -166,7 +171,9 @@ def hit_of(found: HitLength | Found, chain: Chain, spec: ModelSpec, follow: Foll
     if found.following or found.reason:
         following = found.following and best.tokens > 0
         until = follow.deadline if following and follow is not None else 0.0
-        best = replace(best, following=following, reason=found.reason, until=until)
+        # A hand-off may be open when it is looked up, and over when its objects are looked for.
+        is_lost = found.following and not following and follow is not None and follow.handoff
+        best = replace(best, following=following, reason=found.reason or (WITHDRAWN if is_lost else ""), until=until)
     plan = PinnedPlaces.of(found, best.tokens, ends_in, spec) if best.tokens else None
     return best if plan is None else replace(best, plan=plan)
 

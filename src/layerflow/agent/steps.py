@@ -160,7 +160,7 @@ class Steps(OpenSteps):
     :ivar silent: the server is attached but does not answer heartbeats.
     :ivar arenas: those that loads may read: the server's, and those of dead servers.
     :ivar lanes: copy batches.
-    :ivar bypass: the lane past the arena.
+    :ivar direct: the lane past the arena.
     :ivar measures: figures of the last steps that ended.
     """
 
@@ -179,8 +179,8 @@ class Steps(OpenSteps):
         self.terms: Terms | None = None
         self.silent = False
         self.arenas = Arenas(device)
-        self.bypass = DirectLaneSwitch(memory, device)
-        self.lanes = Lanes(device, link, counters, self.bypass.ended_load)
+        self.direct = DirectLaneSwitch(memory, device)
+        self.lanes = Lanes(device, link, counters, self.direct.ended_load)
         self.measures = Measures(policy, device)
         self._memory = memory
         self._device = device
@@ -197,7 +197,7 @@ class Steps(OpenSteps):
     def close(self) -> None:
         """Stop the lanes, and the way past the arena."""
         self.lanes.close()
-        self.bypass.close()
+        self.direct.close()
 
     # -- opening, on the engine's thread -----------------------------------------------------------
 
@@ -279,7 +279,7 @@ class Steps(OpenSteps):
         plan = request.hit.plan
         if plan is None or request.load[0] >= request.load[1]:
             return request
-        if self._plans.use(plan, request.request, id(self)):
+        if self._plans.consume(plan, request.request, id(self)):
             return request
         return replace(request, hit=replace(request.hit, plan=None))
 
@@ -297,7 +297,7 @@ class Steps(OpenSteps):
         with self.lock:
             attachment = self.attachment
             if attachment is not None and attachment.direct:
-                step.bypass()
+                step.use_direct()
             self.add(step)
             if attachment is not None and not attachment.direct:
                 unsendable = self._send_opening(step, worker_driven=False)
@@ -344,10 +344,10 @@ class Steps(OpenSteps):
 
     def _start_direct(self, step: Step, attachment: Attachment) -> None:
         """Past the arena the server hears of a step once it is known what of its objects the pool has."""
-        if self.bypass.stuck:
+        if self.direct.stuck:
             self.fail(step, "the pool does not answer")
         else:
-            self.bypass.open(step, lambda step, message: self._announce(step, message, attachment))
+            self.direct.open(step, lambda step, message: self._announce(step, message, attachment))
 
     def _announce(self, step: Step, message: OpenStep, attachment: Attachment) -> bool:
         """Tell the server of a step past the arena. False: the step has ended, or that server is gone."""
@@ -382,7 +382,7 @@ class Steps(OpenSteps):
         for step in steps:
             step.abort(request)
         if steps and self.attachment is not None:
-            self.bypass.once_announced(steps, lambda: self._link.send(Abort([request])))
+            self.direct.once_announced(steps, lambda: self._link.send(Abort([request])))
 
     def release_saves(self, step: Step, *, sound: bool) -> None:
         """Publish the saves that are held back, or give them up."""
@@ -396,7 +396,7 @@ class Steps(OpenSteps):
 
         :param blocks: per group.
         """
-        until, cut = time.monotonic() + timeout_s, 0
+        until, cancelled = time.monotonic() + timeout_s, 0
         for step in self.all():
             if not step.reads.any_of(blocks):
                 continue
@@ -405,11 +405,11 @@ class Steps(OpenSteps):
             if drains:
                 self.expedite(step)
             if not (drains and step.reads.wait(blocks, until)):
-                cut += step.fence_saves("its blocks were reclaimed")
+                cancelled += step.fence_saves("its blocks were reclaimed")
                 self.lanes.save.wake()  # saves that wait for their layer are reported now
-        if cut:
-            log.info("saves_cut", steps=cut, reason="the engine took their blocks back")
-        return cut
+        if cancelled:
+            log.info("saves_cut", steps=cancelled, reason="the engine took their blocks back")
+        return cancelled
 
     def doubt_reads(self) -> None:
         """The engine may overwrite blocks from now on: saves that have been read are not reported yet."""
@@ -420,17 +420,17 @@ class Steps(OpenSteps):
 
         :param blocks: per group.
         """
-        cut = 0
+        cancelled = 0
         for step in self.all():
             if step.reads.any_of(blocks):
                 step.saves_spoilt = SPOILT
                 step.fence_saves(SPOILT)
-                cut += 1
+                cancelled += 1
         self.lanes.doubtful.end()
-        if cut:
+        if cancelled:
             self.lanes.save.wake()
-            log.info("saves_cut", steps=cut, reason=SPOILT)
-        return cut
+            log.info("saves_cut", steps=cancelled, reason=SPOILT)
+        return cancelled
 
     def revoke(self, reason: str) -> int:
         """Cut all open steps off; how many there were."""
@@ -460,7 +460,7 @@ class Steps(OpenSteps):
             return
         attachment = self.attachment
         step.over(attachment.session if attachment is not None else 0)
-        self.bypass.over(step)
+        self.direct.over(step)
         self.remove(step, self.measures.ended)
         self._link.wake()  # to measure it
 
@@ -479,7 +479,7 @@ class Steps(OpenSteps):
         """The step's loads were cut off here."""
         self._counters.fenced_steps += 1
         self.lanes.load.wake()
-        self.bypass.once_announced([step], lambda: self._report_fenced(step, reason))
+        self.direct.once_announced([step], lambda: self._report_fenced(step, reason))
 
     def _on_closed(self, step: Step, ok: bool) -> None:
         """The forward pass ended."""
@@ -487,7 +487,7 @@ class Steps(OpenSteps):
             if not ok:
                 step.fence("the forward pass did not finish")
             self._end_orphan(step)
-        self.bypass.once_announced([step], lambda: self._report_closed(step, ok))
+        self.direct.once_announced([step], lambda: self._report_closed(step, ok))
         if step.saves:
             self.lanes.save.wake()
 
@@ -545,7 +545,7 @@ class Steps(OpenSteps):
             try:
                 if step.number in going_on:
                     self._orphan(step, reason)
-                elif not step.orphaned:
+                elif not step.detached:
                     self.fail(step, reason)
             except Exception:
                 log.exception("cut_failed", step=step.number)
@@ -579,7 +579,7 @@ class Steps(OpenSteps):
 
     def _orphan(self, step: Step, reason: str) -> None:
         """The step has no server; its loads go on without one, and nothing of it is saved."""
-        step.announced, step.orphaned = False, True
+        step.announced, step.detached = False, True
         step.fence_saves(reason)
         self._fail_saves(step, reason)
         self.lanes.save.wake()
@@ -587,7 +587,7 @@ class Steps(OpenSteps):
 
     def _end_orphan(self, step: Step) -> None:
         """The server normally reports that a step has ended. An orphaned step has none, so the agent ends it itself."""
-        if step.orphaned and step.closed and not step.loading:
+        if step.detached and step.closed and not step.loading:
             self.end(step)
 
 

@@ -69,7 +69,7 @@ class Replica(NamedTuple):
     number: int
     copies: int
 
-    def stores(self, key: bytes) -> bool:
+    def is_writer(self, key: bytes) -> bool:
         """Is an object this worker's to store? It is exactly one's of the equal workers, each one's equally often.
 
         :param key: of the object, or its digest.

@@ -166,13 +166,13 @@ class Poller:
             waiting.append(self._incoming.popleft())
         for _ in range(len(waiting)):
             watched = waiting.popleft()  # whatever its callback does, it is called once
-            if self._settle(watched):
+            if self._fire_if_done(watched):
                 moved = True
             else:
                 waiting.append(watched)
         return moved
 
-    def _settle(self, watched: _Watched) -> bool:
+    def _fire_if_done(self, watched: _Watched) -> bool:
         """Whether the watched event needs no further look."""
         try:
             done = watched.event.query()

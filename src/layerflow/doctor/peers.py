@@ -138,7 +138,7 @@ def _greet(settings: Settings, peer: PeerAddress) -> wire.PeerWelcome:
             public = zmq.curve_public(secret).decode()
             dealer.curve_serverkey, dealer.curve_secretkey = peer.server_key.encode(), secret
             dealer.curve_publickey = public.encode()
-            _reach(peer.address)
+            _check_reachable(peer.address)
         with dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
             dealer.connect(peer.address)
             dealer.send(codec.greeting())
@@ -156,7 +156,7 @@ def _greet(settings: Settings, peer: PeerAddress) -> wire.PeerWelcome:
     return said
 
 
-def _reach(address: str) -> None:
+def _check_reachable(address: str) -> None:
     """:raises ConfigError: nobody listens there."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     try:

@@ -29,9 +29,9 @@ from layerflow.flow.graph import (
     ENDED,
     OPEN,
     Dependency,
-    Fetch,
-    Follow,
     Incoming,
+    IncomingFetch,
+    IncomingSave,
     Span,
     Transfer,
     TransferJob,
@@ -86,7 +86,7 @@ def add_cursors(state: State, transfer: Transfer) -> None:
     for number, spans in needs.items():
         incoming = state.incoming[number]
         add_dependency(state, incoming, transfer, spans)
-        if isinstance(incoming, Fetch):
+        if isinstance(incoming, IncomingFetch):
             incoming.claimed = True
             state.lane_of(incoming.hop).join(incoming)
 
@@ -214,11 +214,11 @@ def finalize_incoming_if_done(state: State, incoming: Incoming, out: list[Comman
     if not incoming.room_in_use:
         free_room(incoming, out)
     if not (incoming.closed or incoming.moving or incoming.unfinished()):
-        incoming.closed = True  # type: ignore[misc]  # a slot of Fetch and Follow
-        if isinstance(incoming, Fetch):
+        incoming.closed = True  # type: ignore[misc]  # a slot of IncomingFetch and IncomingSave
+        if isinstance(incoming, IncomingFetch):
             state.deadlines.set(incoming, math.inf)
             state.lane_of(incoming.hop).remove(incoming)
-        elif isinstance(incoming, Follow) and incoming.save is not None:
+        elif isinstance(incoming, IncomingSave) and incoming.save is not None:
             incoming.save.follows.remove(incoming)
             incoming.save = None
         out.append(TransferDone(incoming.hop, incoming.number))
@@ -242,7 +242,7 @@ def _check_ascending(state: State, number: int) -> None:
         raise InvalidTransition(f"{number} was opened after {state.newest_incoming}; numbers ascend")
 
 
-def _find(state: State, number: int, kind: type[Kind], *, or_closed: bool = False) -> Kind | None:
+def _find(state: State, number: int, wanted: type[Kind], *, or_closed: bool = False) -> Kind | None:
     """Return what is still on its way; None = it is over, and this news of it late.
 
     :param or_closed: also what is kept only for its room.
@@ -250,12 +250,12 @@ def _find(state: State, number: int, kind: type[Kind], *, or_closed: bool = Fals
     """
     found = state.incoming.get(number)
     if number > state.newest_incoming or number < 1:
-        raise InvalidTransition(f"{kind.__name__.lower()} {number} was never opened")
+        raise InvalidTransition(f"{wanted.kind} {number} was never opened")
     if found is None or (found.closed and not or_closed):
         state.counters.late_reports += 1
         return None
-    if not isinstance(found, kind):
-        raise InvalidTransition(f"{found} is no {kind.__name__.lower()}")
+    if not isinstance(found, wanted):
+        raise InvalidTransition(f"{found} is no {wanted.kind}")
     return found
 
 
@@ -268,7 +268,7 @@ def fail_incoming(state: State, event: IncomingFailed, out: list[Command]) -> No
     if incoming is None:
         return
     unknown = any(not 0 <= index < incoming.size for index, _ in event.failed)
-    if unknown or (isinstance(incoming, Follow) and incoming.parts):
+    if unknown or (isinstance(incoming, IncomingSave) and incoming.parts):
         raise InvalidTransition(f"{incoming} does not have objects {event.failed[:3]}, or a step saves them")
     for reason, lost in by_reason(event.failed, incoming.unfinished()).items():
         fail(state, incoming, lost, reason, out)
@@ -283,11 +283,11 @@ def lease_incoming(state: State, event: IncomingLeased, out: list[Command]) -> N
     incoming = _find(state, event.incoming, Incoming, or_closed=True)
     if incoming is None:
         return
-    incoming.leased = event.leased  # type: ignore[misc]  # a slot of Fetch and Follow
-    if isinstance(incoming, Fetch):
+    incoming.leased = event.leased  # type: ignore[misc]  # a slot of IncomingFetch and IncomingSave
+    if isinstance(incoming, IncomingFetch):
         incoming.claimed = incoming.claimed or event.leased
         state.lane_of(incoming.hop).join(incoming)
-    elif isinstance(incoming, Follow):
+    elif isinstance(incoming, IncomingSave):
         _tell(incoming, out)
     finalize_incoming_if_done(state, incoming, out)
 
@@ -320,7 +320,7 @@ def extend_fetch(state: State, event: FetchAvailable, now: float) -> None:
 
     :raises InvalidTransition: for a fetch that was never opened, or layers that it does not have.
     """
-    fetch = _find(state, event.fetch, Fetch)
+    fetch = _find(state, event.fetch, IncomingFetch)
     if fetch is None:
         return
     if not 0 <= event.layers <= fetch.layers:
@@ -331,14 +331,14 @@ def extend_fetch(state: State, event: FetchAvailable, now: float) -> None:
         state.lane_of(fetch.hop).join(fetch)
 
 
-def _set_deadline(state: State, fetch: Fetch, now: float) -> None:
+def _set_deadline(state: State, fetch: IncomingFetch, now: float) -> None:
     # A fetch that waits for its source needs no deadline: the steps that need it have theirs.
     stuck = len(fetch.lost) + len(fetch.whole) < len(fetch.objects) and not fetch.stalled
     state.deadlines.set(fetch, now + state.budget.limits.fetch_timeout_s if stuck else math.inf)
 
 
 def fetch_done(
-    state: State, fetch: Fetch, call: Call, failed: dict[str, list[int]], *, now: float, out: list[Command]
+    state: State, fetch: IncomingFetch, call: Call, failed: dict[str, list[int]], *, now: float, out: list[Command]
 ) -> None:
     """Take over what a call has brought; its host failed objects for these reasons."""
     for reason, lost in failed.items():
@@ -357,7 +357,7 @@ def fetch_done(
     finalize_incoming_if_done(state, fetch, out)
 
 
-def fail_fetches(state: State, lane: HostLane[Fetch], reason: str, out: list[Command]) -> None:
+def fail_fetches(state: State, lane: HostLane[IncomingFetch], reason: str, out: list[Command]) -> None:
     """Fail what a dead host has not brought."""
     for fetch in list(lane.transfers.values()):
         fetch.calls.clear()
@@ -378,7 +378,7 @@ def revoke_fetches(state: State, event: FetchesRevoked, out: list[Command]) -> N
         finalize_incoming_if_done(state, fetch, out)
 
 
-def expire_fetch(state: State, fetch: Fetch, out: list[Command]) -> None:
+def expire_fetch(state: State, fetch: IncomingFetch, out: list[Command]) -> None:
     """Give up a fetch of which nothing has come for too long."""
     state.counters.expired_fetches += 1
     timeout = state.budget.limits.fetch_timeout_s
@@ -416,7 +416,7 @@ def open_follow(state: State, event: FollowOpened, out: list[Command]) -> None:
             raise InvalidTransition(f"follow {event.follow}: step {event.step} saves no such parts of a group")
     if save is not None and save.committed:
         save = None  # what is left of it was cancelled
-    follow = Follow(event.follow, event.layers, event.objects, save, event.parts, leased=event.leased)
+    follow = IncomingSave(event.follow, event.layers, event.objects, save, event.parts, leased=event.leased)
     _register(state, follow)
     state.counters.follows += 1
     if save is not None:
@@ -434,7 +434,7 @@ def rebind_follow(state: State, event: FollowMoved, out: list[Command]) -> None:
 
     :raises InvalidTransition: a follow of a save, objects that are over, or others than those they become.
     """
-    follow, into = _find(state, event.follow, Follow), state.incoming.get(event.into)
+    follow, into = _find(state, event.follow, IncomingSave), state.incoming.get(event.into)
     if follow is None:
         return
     known = 0 < event.into <= state.newest_incoming
@@ -448,14 +448,14 @@ def rebind_follow(state: State, event: FollowMoved, out: list[Command]) -> None:
     follow.rebound.update(event.objects)
     lost = [new for new in range(into.size) if new in into.lost]
     rebind(state, follow, event.objects, into)
-    if isinstance(into, Follow):
+    if isinstance(into, IncomingSave):
         _cut_circles(state, into, out)
     if lost:
         _fail_dependents(state, into, lost, SAVE_CANCELLED, out)
     finalize_incoming_if_done(state, follow, out)
 
 
-def _cut_circles(state: State, follow: Follow, out: list[Command]) -> None:
+def _cut_circles(state: State, follow: IncomingSave, out: list[Command]) -> None:
     """Loads have just come to wait for this save: those fail that it waits for itself.
 
     A circle is closed only here: a new step's loads wait for saves that began before it.
@@ -483,7 +483,7 @@ def _waits_for(saves: TransferJob, loads: TransferJob, seen: set[int]) -> bool:
             continue
         seen.add(id(other))
         sources = (dependency.incoming for dependency in other.dependencies if dependency.waiting)
-        saves_of = (source.save for source in sources if isinstance(source, Follow))
+        saves_of = (source.save for source in sources if isinstance(source, IncomingSave))
         if any(save is not None and _waits_for(save.job, loads, seen) for save in saves_of):
             return True
     return False
@@ -502,11 +502,11 @@ def _holding(saves: TransferJob) -> Iterator[TransferJob]:
             yield step.loads
 
 
-def _tell(follow: Follow, out: list[Command]) -> None:
+def _tell(follow: IncomingSave, out: list[Command]) -> None:
     """Report the layers that are stored of a leased follow; the last one is, once all of it is published."""
     layers = follow.layers_ready(())
-    if follow.leased and not follow.closed and layers > follow.told:
-        follow.told = layers
+    if follow.leased and not follow.closed and layers > follow.reported_layers:
+        follow.reported_layers = layers
         out.append(LayersStored(follow.number, layers))
 
 

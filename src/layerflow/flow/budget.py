@@ -2,7 +2,7 @@
 
 Every granted batch is charged until its end is reported, whether its lane can move it already or holds it
 until the forward pass has come far enough (a *gated* batch). The sum of what is charged never exceeds
-`max_inflight_bytes`, so a lane that moves a batch as soon as its gate opens needs no further permission.
+`max_granted_bytes`, so a lane that moves a batch as soon as its gate opens needs no further permission.
 What hosts move counts for itself (:mod:`layerflow.flow.host_lane`), and loads by a plan in their worker's window.
 
 Gated batches wait for an engine, which may be slow or stopped; they must not keep others from moving.
@@ -58,14 +58,14 @@ class Budget:
 
     def change(self, limits: Limits) -> None:
         """New caps for every batch from now on. What is granted stays granted."""
-        for name, least in (("max_transfer_blocks", 1), ("max_transfer_bytes", 1), ("max_inflight_bytes", 2)):
+        for name, least in (("max_transfer_blocks", 1), ("max_transfer_bytes", 1), ("max_granted_bytes", 2)):
             if getattr(limits, name) < least:
                 raise ConfigError(f"{name} {getattr(limits, name)} must be at least {least}, or nothing can ever move")
         for name in ("prefetch_layers", "save_backlog_bytes", "stagger_us"):
             if getattr(limits, name) < 0:
                 raise ConfigError(f"{name} {getattr(limits, name)} must be 0 (off) or positive")
         self.limits = limits
-        whole = limits.max_inflight_bytes
+        whole = limits.max_granted_bytes
         self.half = whole // 2
         loads, saves = self.charged
         self.ceiling = (max(whole, loads), max(self.half, saves), max(whole, loads + saves))
@@ -82,7 +82,7 @@ class Budget:
             return False
         if direction is LOAD and self.sessions > 1:
             nbytes += max(0, self.max_batch[SAVE] - saves)
-        return loads + saves + nbytes <= self.limits.max_inflight_bytes
+        return loads + saves + nbytes <= self.limits.max_granted_bytes
 
     def has_gated_room(self, direction: Direction, nbytes: int) -> bool:
         """Whether all gated batches together leave room for one more of `nbytes`."""

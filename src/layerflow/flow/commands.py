@@ -187,7 +187,7 @@ class WriteBegun:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class ObjectsPublished:
     """Tell that these objects of a write are published at the backend."""
 
     write: int
@@ -225,7 +225,7 @@ Command = (
     | RoomFreed
     | LayersStored
     | WriteBegun
-    | Written
+    | ObjectsPublished
     | TransferDone
     | WakeAt
 )

@@ -232,7 +232,7 @@ class Mode(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
+class ModeInputs:
     """One request's hit and what is known of the machine.
 
     :param bytes_per_token: bytes of one token in one layer (the mean over layers).
@@ -263,7 +263,7 @@ class Forecast:
     recompute: float
 
 
-def forecast(inputs: Inputs) -> Forecast | None:
+def forecast(inputs: ModeInputs) -> Forecast | None:
     """The three times; None while the link or the compute is unknown."""
     if inputs.link is None or inputs.compute is None:
         return None
@@ -285,7 +285,7 @@ def forecast(inputs: Inputs) -> Forecast | None:
     )
 
 
-def choose(inputs: Inputs, *, margin: float = DEFAULT_MARGIN) -> Mode:
+def choose(inputs: ModeInputs, *, margin: float = DEFAULT_MARGIN) -> Mode:
     """The quickest mode; layerwise unless another is quicker by `margin` (a share), or nothing is known.
 
     No hit is nothing to load: RECOMPUTE.

@@ -157,8 +157,8 @@ class Limits:
     :param prefetch_layers: loads move at most so many layers past the frontier; 0 = bounded by bytes only.
     :param max_transfer_blocks: blocks of one batch.
     :param max_transfer_bytes: bytes of one batch; a single larger block is split by bytes. A load takes at most
-        half of `max_inflight_bytes`, a save or a load under `prefetch_layers` at most a quarter.
-    :param max_inflight_bytes: bytes granted and not yet reported, over all sessions, both directions; at
+        half of `max_granted_bytes`, a save or a load under `prefetch_layers` at most a quarter.
+    :param max_granted_bytes: bytes granted and not yet reported, over all sessions, both directions; at
         least 2. Saves are granted up to half of it. What cannot move yet is counted, and never takes all of
         its direction's half. Not counted: what was called back at a deadline, a fence or a failed forward
         pass, until it is reported.
@@ -176,7 +176,7 @@ class Limits:
     prefetch_layers: int = 0
     max_transfer_blocks: int = 4096
     max_transfer_bytes: int = 64 << 20
-    max_inflight_bytes: int = 256 << 20
+    max_granted_bytes: int = 256 << 20
     save_backlog_bytes: int = 4 << 30
     write_backlog_bytes: int = 1 << 30
     stagger_us: int = 0
@@ -217,14 +217,14 @@ class Part:
     """One request's blocks of one group within a step, in one direction.
 
     :param needs: loads: the blocks whose objects are still being fetched, ascending; all others are in the arena.
-    :param promised: saves: somebody counts on them: they are not shed.
+    :param awaited: saves: somebody counts on them: they are not shed.
     """
 
     request: str
     group: int
     blocks: int
     needs: tuple[Need, ...] = ()
-    promised: bool = False
+    awaited: bool = False
 
 
 @dataclass(frozen=True, slots=True)

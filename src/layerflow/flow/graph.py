@@ -62,7 +62,7 @@ class Session:
     number: int
     num_layers: int
     groups: dict[int, GroupShape]
-    steps: dict[int, Step] = field(default_factory=dict)
+    steps: dict[int, FlowStep] = field(default_factory=dict)
     pending: tuple[dict[int, TransferJob], dict[int, TransferJob]] = field(default_factory=lambda: ({}, {}))
     credit: list[int] = field(default_factory=lambda: [0, 0])
     queued: list[bool] = field(default_factory=lambda: [False, False])
@@ -271,7 +271,7 @@ class DrainBarrier:
     """
 
     pending: int = 0
-    revoke: tuple[Step, tuple[int, ...], str] | None = None
+    revoke: tuple[FlowStep, tuple[int, ...], str] | None = None
     release: str | None = None
 
     def watch(self, blocks: Iterable[tuple[Transfer, Sequence[Span]]]) -> None:
@@ -349,7 +349,7 @@ class Transfer:
     committed: bool = False
     live_parts: int = field(init=False)
     write: WriteTransfer | None = None
-    follows: list[Follow] = field(default_factory=list)
+    follows: list[IncomingSave] = field(default_factory=list)
     in_flight: dict[int, InFlightBatch] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -490,7 +490,7 @@ class TransferJob:
         that they have ended.
     """
 
-    step: Step
+    step: FlowStep
     direction: Direction
     parts: tuple[Part, ...]
     transfers: dict[int, Transfer] = field(default_factory=dict)
@@ -578,7 +578,7 @@ class TransferJob:
 
 
 @dataclass(slots=True, eq=False)
-class Step:
+class FlowStep:
     """One forward pass of one session.
 
     :param frontier: highest layer whose attention has started; -1 before the first.
@@ -623,9 +623,9 @@ class Step:
 
     def impossible(self, what: str) -> InvalidTransition:
         """The error for a report that cannot be, with the step's story."""
-        return InvalidTransition(f"session {self.session.number} step {self.number} {what}", self.told())
+        return InvalidTransition(f"session {self.session.number} step {self.number} {what}", self.recent_events())
 
-    def told(self) -> tuple[str, ...]:
+    def recent_events(self) -> tuple[str, ...]:
         """The step's events so far, oldest first and short."""
         return tuple(_brief(event) for event in self.story)
 
@@ -639,7 +639,7 @@ def _brief(event: Event) -> str:
 # What loads depend on: objects that are not in the arena yet, and the blocks that come with each of them.
 
 
-class ObjectState(enum.Enum):
+class IncomingObjectState(enum.Enum):
     """Where one object of an incoming is."""
 
     COMING = 0
@@ -652,18 +652,18 @@ class ObjectState(enum.Enum):
 OBJECT_LIFE = Life(
     "an object on its way",
     {
-        ObjectState.COMING: (
+        IncomingObjectState.COMING: (
             "a host fetches it, a step stores it here, or it has room and no step saves it yet. Loads take its layers "
             "as they come",
-            (ObjectState.PUBLISHED, ObjectState.REBOUND, ObjectState.LOST),
+            (IncomingObjectState.PUBLISHED, IncomingObjectState.REBOUND, IncomingObjectState.LOST),
         ),
-        ObjectState.PUBLISHED: ("whole in the arena, and read by anybody", ()),
-        ObjectState.REBOUND: ("a step saves what had only room, or a fetch brings it: it goes on there", ()),
-        ObjectState.LOST: (
+        IncomingObjectState.PUBLISHED: ("whole in the arena, and read by anybody", ()),
+        IncomingObjectState.REBOUND: ("a step saves what had only room, or a fetch brings it: it goes on there", ()),
+        IncomingObjectState.LOST: (
             "the loads that need it have failed; its room is held while a host, a reader or a load may touch it",
-            (ObjectState.FREED,),
+            (IncomingObjectState.FREED,),
         ),
-        ObjectState.FREED: ("its room in the arena is given back", ()),
+        IncomingObjectState.FREED: ("its room in the arena is given back", ()),
     },
 )
 
@@ -671,8 +671,8 @@ OBJECT_LIFE = Life(
 class Incoming:
     """Objects of one group that come layer by layer: a host fetches them, or a step stores them here.
 
-    Its fields are those of :class:`Fetch` and :class:`Follow`; this class has none of its own, so that a fetch can be
-    a :class:`HostTransfer` as well.
+    Its fields are those of :class:`IncomingFetch` and :class:`IncomingSave`; this class has none of its own, so that
+    a fetch can be a :class:`HostTransfer` as well.
 
     :ivar number: fetches and follows are numbered together, ascending.
     :ivar layer_numbers: the model's layer numbers.
@@ -684,6 +684,7 @@ class Incoming:
     """
 
     __slots__ = ()
+    kind: ClassVar[str] = "incoming"  #: what messages call it
     absent: ClassVar[str]  #: what is said of objects that do not come
 
     number: int
@@ -697,7 +698,7 @@ class Incoming:
     closed: bool
 
     def __str__(self) -> str:
-        return f"{type(self).__name__.lower()} {self.number}"
+        return f"{self.kind} {self.number}"
 
     @property
     def size(self) -> int:
@@ -727,13 +728,13 @@ class Incoming:
         """Whether this object is still to come."""
         return index not in self.lost and index not in self.whole
 
-    def object_state(self, index: int) -> ObjectState:
+    def object_state(self, index: int) -> IncomingObjectState:
         """Where this object is."""
         if index in self.lost:
-            return ObjectState.LOST if index in self.occupied else ObjectState.FREED
+            return IncomingObjectState.LOST if index in self.occupied else IncomingObjectState.FREED
         if index in self.whole:
-            return ObjectState.PUBLISHED
-        return ObjectState.COMING if self.coming(index) else ObjectState.REBOUND
+            return IncomingObjectState.PUBLISHED
+        return IncomingObjectState.COMING if self.coming(index) else IncomingObjectState.REBOUND
 
     def unfinished(self) -> list[int]:
         """Objects that are still to come."""
@@ -763,7 +764,7 @@ class Dependency:
 
 
 @dataclass(slots=True, eq=False)
-class Follow(Incoming):
+class IncomingSave(Incoming):
     """Objects of one group that a save stores, or that have room and no save yet.
 
     :param count: how many objects.
@@ -771,9 +772,10 @@ class Follow(Incoming):
     :param parts: by object, its position among the save's step's parts.
     :param committed: the save is published.
     :param rebound: objects that come from another incoming now.
-    :param told: the layers that its reader, another server, was told of.
+    :param reported_layers: those that its reader, another server, was told of.
     """
 
+    kind: ClassVar[str] = "follow"
     absent: ClassVar[str] = "not stored"
 
     number: int
@@ -789,7 +791,7 @@ class Follow(Incoming):
     occupied: set[int] = field(default_factory=set)
     dependencies: list[Dependency] = field(default_factory=list)
     closed: bool = False
-    told: int = 0
+    reported_layers: int = 0
     hop: Hop = Hop.LOCAL
 
     @property
@@ -822,13 +824,14 @@ class Follow(Incoming):
 
 
 @dataclass(slots=True, eq=False)
-class Fetch(HostTransfer, Incoming):
+class IncomingFetch(HostTransfer, Incoming):
     """Objects on their way into the arena, from the backend or from a peer.
 
     :param claimed: it was leased or needed at some time.
     :param alarm: when to give it up; ``inf`` = never.
     """
 
+    kind: ClassVar[str] = "fetch"
     absent: ClassVar[str] = "not fetched"
 
     layer_numbers: tuple[int, ...] = ()
@@ -883,10 +886,12 @@ class Fetch(HostTransfer, Incoming):
         Incoming.lose(self, objects)
 
 
-def fetch_of(event: FetchOpened, client: Client, available: int) -> Fetch:
+def fetch_of(event: FetchOpened, client: Client, available: int) -> IncomingFetch:
     """A fetch that has just begun: so many layers of it may move."""
     layers = event.layers
-    return Fetch(event.fetch, client, event.objects, len(layers), available, hop=event.hop, layer_numbers=layers)
+    return IncomingFetch(
+        event.fetch, client, event.objects, len(layers), available, hop=event.hop, layer_numbers=layers
+    )
 
 
 # A transfer from the arena to the backend: what one step saves of one group, behind the saves themselves.

@@ -114,13 +114,13 @@ class HostLane(Generic[T]):
 
     def fits(self, nbytes: int, budget: Budget) -> bool:
         """Whether a call may be handed out now: one that is larger than the whole budget only alone."""
-        room = budget.limits.max_inflight_bytes - self.inflight
+        room = budget.limits.max_granted_bytes - self.inflight
         return len(self.calls) < CALLS_AHEAD and (nbytes <= room or not self.calls)
 
     def most_bytes(self, transfer: HostTransfer, budget: Budget) -> int:
         """What the transfer's next call may move: little at first, for the engine waits for its first layer."""
         wanted = min(FIRST_BYTES, self.sizer.nbytes) if not transfer.index else self.sizer.nbytes
-        return min(wanted, budget.limits.max_transfer_bytes, budget.limits.max_inflight_bytes)
+        return min(wanted, budget.limits.max_transfer_bytes, budget.limits.max_granted_bytes)
 
     def hand_out(self, transfer: T, extent: CallExtent, now: float) -> Call:
         """Give the host a call."""

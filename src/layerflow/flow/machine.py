@@ -67,12 +67,12 @@ from layerflow.flow.events import (
 )
 from layerflow.flow.graph import (
     OPEN,
-    Fetch,
+    FlowStep,
+    IncomingFetch,
+    IncomingObjectState,
     JobState,
-    ObjectState,
     PartState,
     Session,
-    Step,
     Transfer,
     TransferJob,
     WriteTransfer,
@@ -110,7 +110,7 @@ def open_step(state: State, session: Session, event: StepOpened, out: list[Comma
     if event.step in session.steps:
         raise InvalidTransition(
             f"session {session.number} opened step {event.step} twice; step numbers are not reused while a step lives",
-            session.steps[event.step].told(),
+            session.steps[event.step].recent_events(),
         )
     if event.deadline != event.deadline or event.save_deadline != event.save_deadline:
         raise InvalidTransition(f"session {session.number} step {event.step}: a deadline is not a number")
@@ -119,7 +119,7 @@ def open_step(state: State, session: Session, event: StepOpened, out: list[Comma
     check_planned(event)
     _check(session, event, event.saves, "save")
 
-    step = Step(session, event.step, event.deadline, event.save_deadline)
+    step = FlowStep(session, event.step, event.deadline, event.save_deadline)
     step.story.append(event)
     session.steps[event.step] = step
     if event.loads:
@@ -133,7 +133,7 @@ def open_step(state: State, session: Session, event: StepOpened, out: list[Comma
         nbytes = sum(transfer.starts[-1] * transfer.shape.tail_bytes[0] for transfer in saves.transfers.values())
         shed: list[int] = []
         if session.unsaved + nbytes > state.budget.limits.save_backlog_bytes:
-            shed = [position for position, part in enumerate(event.saves) if not part.promised]
+            shed = [position for position, part in enumerate(event.saves) if not part.awaited]
         state.counters.shed_parts += len(shed)
         if len(shed) == len(event.saves):
             state.counters.revoked_parts += len(shed)
@@ -168,7 +168,7 @@ def _check_needs(state: State, session: Session, event: StepOpened) -> None:
 
 
 def _job(
-    state: State, step: Step, direction: Direction, parts: tuple[Part, ...], *, planned: bool = False
+    state: State, step: FlowStep, direction: Direction, parts: tuple[Part, ...], *, planned: bool = False
 ) -> TransferJob:
     job = TransferJob(step, direction, parts, planned=planned)
     groups = {part.group for part in parts}
@@ -282,7 +282,7 @@ class Flow:
         out: list[Command] = []
         self._handlers[type(event)](event, out)
         while (due := state.deadlines.due(now)) is not None:
-            if isinstance(due, Step):
+            if isinstance(due, FlowStep):
                 self._expire(due, now, out)
             else:
                 expire_fetch(state, due, out)
@@ -320,7 +320,7 @@ class Flow:
         """
         validate(self._state)
 
-    def lives(self) -> dict[tuple[object, ...], JobState | PartState | ObjectState]:
+    def lives(self) -> dict[tuple[object, ...], JobState | PartState | IncomingObjectState]:
         """Where everything that has a life is; see :data:`.PART_LIFE` and its like. Costs O(everything)."""
         return lives(self._state)
 
@@ -328,7 +328,7 @@ class Flow:
         """A snapshot."""
         state = self._state
         inflight, batches = state.budget.inflight, state.budget.batches
-        fetches = sum(isinstance(incoming, Fetch) for incoming in state.incoming.values())
+        fetches = sum(isinstance(incoming, IncomingFetch) for incoming in state.incoming.values())
         return FlowStatistics(
             sessions=len(state.sessions),
             steps=sum(len(session.steps) for session in state.sessions.values()),
@@ -373,14 +373,14 @@ class Flow:
 
     def _call_done(self, event: CallDone, out: list[Command]) -> None:
         state = self._state
-        lane: HostLane[Fetch] | HostLane[WriteTransfer]
+        lane: HostLane[IncomingFetch] | HostLane[WriteTransfer]
         lane = state.writes if event.hop is Hop.WRITE else state.lane_of(event.hop)
         taken = lane.take(event, self._now)
         if taken is None:
             state.counters.late_reports += 1
             return
         transfer, call, failed = taken
-        if isinstance(transfer, Fetch):
+        if isinstance(transfer, IncomingFetch):
             fetch_done(state, transfer, call, failed, now=self._now, out=out)
         else:
             write_done(state, transfer, call, failed, out)
@@ -408,7 +408,7 @@ class Flow:
             raise step.impossible(f"computed {event.count} layers, which it does not have")
         self._computed(step, event.count)
 
-    def _computed(self, step: Step, count: int) -> None:
+    def _computed(self, step: FlowStep, count: int) -> None:
         if count > step.computed:
             step.computed = count
             if step.saves is not None:
@@ -418,7 +418,7 @@ class Flow:
                     self._state.permit(step.session, SAVE)
         self._advance(step, count - 1)
 
-    def _advance(self, step: Step, layer: int) -> None:
+    def _advance(self, step: FlowStep, layer: int) -> None:
         if layer <= step.frontier:
             return
         step.frontier = layer
@@ -488,7 +488,7 @@ class Flow:
     def _tick(self, _: Tick, __: list[Command]) -> None:
         """Only time passed."""
 
-    def _expire(self, step: Step, now: float, out: list[Command]) -> None:
+    def _expire(self, step: FlowStep, now: float, out: list[Command]) -> None:
         state, reason = self._state, "deadline"
         loads, saves = step.loads, step.saves
         if loads is not None and loads.state is OPEN and now >= step.deadline:

@@ -22,10 +22,10 @@ from layerflow.flow.graph import (
     ENDED,
     OPEN,
     DrainBarrier,
+    FlowStep,
     InFlightBatch,
     Session,
     Span,
-    Step,
     Transfer,
     TransferJob,
     joined,
@@ -36,7 +36,7 @@ from layerflow.flow.state import State
 from layerflow.flow.writes import commit_write, lose_parts
 
 
-def finalize_step_if_done(state: State, step: Step, out: list[Command]) -> None:
+def finalize_step_if_done(state: State, step: FlowStep, out: list[Command]) -> None:
     """Say what has become true of the step, and forget it when nothing is left.
 
     A commit waits for the step's loads, and for those of earlier steps for the same requests: a request
@@ -93,14 +93,14 @@ def builds_on_loads(saves: TransferJob, transfers: Iterable[Transfer]) -> bool:
     return False
 
 
-def release_held(state: State, step: Step) -> None:
+def release_held(state: State, step: FlowStep) -> None:
     """The step's loads are decided: commits that waited for them are looked at again."""
     for other in step.session.steps.values():
         if other.saves is not None and other.saves.held:
             state.dirty_steps.append(other)
 
 
-def forget(state: State, step: Step, out: list[Command]) -> None:
+def forget(state: State, step: FlowStep, out: list[Command]) -> None:
     """The step is over."""
     del step.session.steps[step.number]
     state.deadlines.set(step, float("inf"))
@@ -122,7 +122,7 @@ def seal_rest(job: TransferJob, out: list[Command]) -> None:
         transfer.sealed = max(transfer.sealed, low)
 
 
-def revoke(state: State, step: Step, parts: Sequence[int], reason: str, out: list[Command]) -> None:
+def revoke(state: State, step: FlowStep, parts: Sequence[int], reason: str, out: list[Command]) -> None:
     """Give save parts back; nothing may write them any more."""
     saves = step.saves
     assert saves is not None
@@ -176,7 +176,7 @@ def _drop_blocks(job: TransferJob, transfer: Transfer, holes: list[Span]) -> Non
             transfer.merge(cursor)
 
 
-def cancel_save_parts(state: State, step: Step, positions: Iterable[int], reason: str, out: list[Command]) -> None:
+def cancel_save_parts(state: State, step: FlowStep, positions: Iterable[int], reason: str, out: list[Command]) -> None:
     """Cancel save parts, which will never be published; they are revoked once no batch touches them."""
     job = step.saves
     if job is None or not job.open:
@@ -192,7 +192,9 @@ def cancel_save_parts(state: State, step: Step, positions: Iterable[int], reason
         drained(state, step.session, barrier, out)
 
 
-def invalidate_saves(state: State, step: Step, load_positions: Iterable[int], reason: str, out: list[Command]) -> None:
+def invalidate_saves(
+    state: State, step: FlowStep, load_positions: Iterable[int], reason: str, out: list[Command]
+) -> None:
     """A request whose load failed computes garbage: what it saves must not be published.
 
     Later steps that are open already build on it, so this concerns every open step of the session.
@@ -309,7 +311,7 @@ def cancel_uncomputed(state: State, job: TransferJob, reason: str, out: list[Com
     state.stop_charging(lost)
 
 
-def abort(state: State, steps: Iterable[Step], request: str, out: list[Command]) -> DrainBarrier:
+def abort(state: State, steps: Iterable[FlowStep], request: str, out: list[Command]) -> DrainBarrier:
     """The request's parts die in every step. Returns what waits for the batches that still touch them."""
     barrier = DrainBarrier(release=request)
     for step in steps:
@@ -383,7 +385,7 @@ def _take_out(state: State, event: BatchDone | BatchFailed, *, by_plan: bool = F
         raise InvalidTransition(
             f"session {event.session} reported batch {event.batch}, which session {step.session.number} has "
             f"for step {step.number}",
-            step.told(),
+            step.recent_events(),
         )
     step.story.append(event)
     del state.in_flight[event.batch]

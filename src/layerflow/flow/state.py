@@ -12,11 +12,11 @@ from layerflow.flow.budget import Budget
 from layerflow.flow.events import Direction, Event, Hop, Limits
 from layerflow.flow.graph import (
     Accounting,
-    Fetch,
+    FlowStep,
     Incoming,
+    IncomingFetch,
     InFlightBatch,
     Session,
-    Step,
     Transfer,
     TransferJob,
     WriteTransfer,
@@ -103,7 +103,7 @@ class FlowStatistics:
     follows: int
 
 
-Timed = Step | Fetch
+Timed = FlowStep | IncomingFetch
 
 _SLACK = 16
 
@@ -184,8 +184,8 @@ class State:
     def __init__(self, limits: Limits) -> None:
         self.budget = Budget(limits)
         self.rings = (SessionRing(Direction.LOAD), SessionRing(Direction.SAVE))
-        self.fetches: HostLane[Fetch] = HostLane(Hop.FETCH)
-        self.peers: HostLane[Fetch] = HostLane(Hop.PEER)
+        self.fetches: HostLane[IncomingFetch] = HostLane(Hop.FETCH)
+        self.peers: HostLane[IncomingFetch] = HostLane(Hop.PEER)
         self.writes: HostLane[WriteTransfer] = HostLane(Hop.WRITE)
         self.deadlines = Deadlines()
         self.counters = Counters()
@@ -197,15 +197,15 @@ class State:
         self.progressed_saves: list[Transfer] = []
         self.committed_saves: list[Transfer] = []
         self.cancelled_saves: list[tuple[Transfer, Sequence[int], str]] = []
-        self.dirty_steps: list[Step] = []
+        self.dirty_steps: list[FlowStep] = []
         self.finished_loads: list[TransferJob] = []
-        self.forgotten: list[Step] = []
+        self.forgotten: list[FlowStep] = []
         self.next_batch = 1
         self.paused = False
         self.newest_session = -1
         self.wake = math.inf
 
-    def lane_of(self, hop: Hop) -> HostLane[Fetch]:
+    def lane_of(self, hop: Hop) -> HostLane[IncomingFetch]:
         """What moves the fetches of a hop."""
         return self.peers if hop is Hop.PEER else self.fetches
 
@@ -221,7 +221,7 @@ class State:
             self.counters.late_reports += 1
         return session
 
-    def step(self, event: Event, session_number: int, number: int) -> Step | None:
+    def step(self, event: Event, session_number: int, number: int) -> FlowStep | None:
         """A live step, with `event` added to its story; None = finished or never opened, the event is late."""
         session = self.session(session_number)
         if session is None:

@@ -12,15 +12,15 @@ from layerflow.flow.graph import (
     OPEN,
     Accounting,
     Cursor,
-    Fetch,
-    Follow,
+    FlowStep,
     Incoming,
+    IncomingFetch,
+    IncomingObjectState,
+    IncomingSave,
     InFlightBatch,
     JobState,
-    ObjectState,
     PartState,
     Session,
-    Step,
     Transfer,
     TransferJob,
     WriteTransfer,
@@ -47,9 +47,9 @@ def validate_incoming(state: State) -> None:
             incoming.number == number <= state.newest_incoming, incoming, "is not where the core keeps it"
         )
         _incoming(incoming)
-        if isinstance(incoming, Fetch):
+        if isinstance(incoming, IncomingFetch):
             _fetch(state, incoming)
-        elif isinstance(incoming, Follow):
+        elif isinstance(incoming, IncomingSave):
             _follow(incoming)
     for lane in (state.fetches, state.peers):
         _lane(state, lane)
@@ -138,11 +138,11 @@ def _incoming(incoming: Incoming) -> None:
         _require_transfer(living, incoming, f"is held by loads of step {step.number} that ended")
         waiting = set(dependency.waiting)
         _require_transfer(not incoming.lost & waiting, incoming, "is waited for where it is lost")
-        if isinstance(incoming, Follow):
+        if isinstance(incoming, IncomingSave):
             _require_transfer(not incoming.rebound & waiting, incoming, "is waited for where it has moved")
 
 
-def _fetch(state: State, fetch: Fetch) -> None:
+def _fetch(state: State, fetch: IncomingFetch) -> None:
     _common(fetch)
     kept = fetch.number in state.lane_of(fetch.hop).transfers
     _require_transfer(kept != fetch.closed, fetch, "is in its lane exactly until it is closed")
@@ -153,7 +153,7 @@ def _fetch(state: State, fetch: Fetch) -> None:
     _require_transfer(not fetch.closed or fetch.alarm == math.inf, fetch, "has a deadline and is over")
 
 
-def _follow(follow: Follow) -> None:
+def _follow(follow: IncomingSave) -> None:
     lost, whole, rebound, save = follow.lost, follow.whole, follow.rebound, follow.save
     stored = follow.layers_ready(())
     for holds, what in (
@@ -161,8 +161,14 @@ def _follow(follow: Follow) -> None:
         (not whole or follow.committed, "published what its save has not"),
         (not (rebound and follow.parts), "gave what a step saves to another"),
         (follow.closed == (save is None) or not follow.parts, "follows a save exactly until it is over"),
-        (follow.closed or follow.told <= stored, f"told its reader of {follow.told} layers of {stored}"),
-        (follow.closed or not follow.leased or follow.told == stored, f"kept {stored} layers from its reader"),
+        (
+            follow.closed or follow.reported_layers <= stored,
+            f"told its reader of {follow.reported_layers} layers of {stored}",
+        ),
+        (
+            follow.closed or not follow.leased or follow.reported_layers == stored,
+            f"kept {stored} layers from its reader",
+        ),
     ):
         _require_transfer(holds, follow, what)
     if save is not None:
@@ -208,9 +214,9 @@ def validate(state: State) -> None:
         )
 
 
-def lives(state: State) -> dict[tuple[object, ...], JobState | PartState | ObjectState]:
+def lives(state: State) -> dict[tuple[object, ...], JobState | PartState | IncomingObjectState]:
     """By name, where each direction of a step is, each of its parts, and each object on its way."""
-    found: dict[tuple[object, ...], JobState | PartState | ObjectState] = {}
+    found: dict[tuple[object, ...], JobState | PartState | IncomingObjectState] = {}
     for session in state.sessions.values():
         for step in session.steps.values():
             for job in (step.loads, step.saves):
@@ -223,12 +229,12 @@ def lives(state: State) -> dict[tuple[object, ...], JobState | PartState | Objec
     return found
 
 
-def _require(holds: bool, step: Step, what: str) -> None:
+def _require(holds: bool, step: FlowStep, what: str) -> None:
     if not holds:
-        raise InvalidTransition(f"session {step.session.number} step {step.number}: {what}", step.told())
+        raise InvalidTransition(f"session {step.session.number} step {step.number}: {what}", step.recent_events())
 
 
-def _step(state: State, step: Step) -> None:
+def _step(state: State, step: FlowStep) -> None:
     _require(step.session.steps.get(step.number) is step, step, "is not where its session keeps it")
     _require(step.alarm == step.next_alarm(), step, f"its alarm {step.alarm} is not {step.next_alarm()}")
     loads, saves = step.loads, step.saves
@@ -394,7 +400,7 @@ def _saves(job: TransferJob) -> None:
     )
 
 
-def _budget(state: State, steps: list[Step]) -> None:
+def _budget(state: State, steps: list[FlowStep]) -> None:
     sums, counts, charged, gated = [0, 0], [0, 0], [0, 0], [0, 0]
     for batch in state.in_flight.values():
         direction = batch.transfer.job.direction
@@ -457,7 +463,7 @@ def _conserving(state: State) -> None:
             if cursor is not None and not session.queued[direction]:
                 raise InvalidTransition(
                     f"session {session.number}: permitted {direction.name} work is not queued",
-                    cursor.transfer.job.step.told(),
+                    cursor.transfer.job.step.recent_events(),
                 )
             if lacking and not session.queued[direction] and not ring.waits(session):
                 raise InvalidTransition(f"session {session.number} waits for room and would never be asked again")
@@ -468,5 +474,7 @@ def _conserving(state: State) -> None:
         if first is not None:
             extent = first.next_extent(limits.max_transfer_blocks, budget.max_batch[direction])
             if budget.fits(direction, extent.nbytes):
-                raise InvalidTransition(f"{direction.name} work idles although it fits", first.transfer.job.step.told())
+                raise InvalidTransition(
+                    f"{direction.name} work idles although it fits", first.transfer.job.step.recent_events()
+                )
             return

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from layerflow.errors import InvalidTransition
-from layerflow.flow.commands import Call, Command, ObjectsLost, TransferDone, WriteBegun, Written
+from layerflow.flow.commands import Call, Command, ObjectsLost, ObjectsPublished, TransferDone, WriteBegun
 from layerflow.flow.events import Hop, WriteOpened, WritesRevoked
 from layerflow.flow.graph import Transfer, WriteTransfer
 from layerflow.flow.state import State
@@ -106,7 +106,7 @@ def write_done(
     if not layers and moved:
         write.whole.update(moved)
         state.counters.written_objects += len(moved)
-        out.append(Written(write.number, tuple(moved)))
+        out.append(ObjectsPublished(write.number, tuple(moved)))
     state.writes.join(write)
     _close(state, write, out)
 

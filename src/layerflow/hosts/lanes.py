@@ -92,11 +92,11 @@ class Lane(abc.ABC, Generic[Item]):
     """A thread that is given items, and works on what they lead to.
 
     :param name: of the thread; shows in `top -H` and in traces.
-    :param patience: how long a call of the backend may take.
+    :param call_timeout: how long a call of the backend may take.
     """
 
-    def __init__(self, name: str, patience: CallTimeout | None = None) -> None:
-        self.patience = patience or CallTimeout()
+    def __init__(self, name: str, call_timeout: CallTimeout | None = None) -> None:
+        self.call_timeout = call_timeout or CallTimeout()
         self.hung_at = math.inf  #: from then on the call that is under way counts as hung, on the monotonic clock
         self._inbox: list[Item] = []
         self._changed = threading.Condition()
@@ -129,7 +129,7 @@ class Lane(abc.ABC, Generic[Item]):
         """One call's worth of work, if there is any. May raise, like :meth:`_accept`, having ended what it was at."""
 
     @abc.abstractmethod
-    def _patience(self) -> float | None:
+    def _poll_timeout_s(self) -> float | None:
         """How long it may sleep if nothing comes, in seconds: 0 = there is work; None = for ever."""
 
     @abc.abstractmethod
@@ -139,8 +139,8 @@ class Lane(abc.ABC, Generic[Item]):
     def _run(self) -> None:
         while True:
             with self._changed:
-                if not self._inbox and not self._stopping and (patience := self._patience()) != 0:
-                    self._changed.wait(patience)
+                if not self._inbox and not self._stopping and (timeout_s := self._poll_timeout_s()) != 0:
+                    self._changed.wait(timeout_s)
                 if self._stopping:
                     break
                 items, self._inbox = self._inbox, []
@@ -156,8 +156,8 @@ class Lane(abc.ABC, Generic[Item]):
         Past it by the time of :data:`OVERRUN_CALLS` native calls it hangs. That ends the host, and with it the memory
         that it gives to a shared pool; so a service that is away for a while must not look like it.
         """
-        until = self.patience.until(nbytes, time.monotonic())
-        self.hung_at = until + OVERRUN_CALLS * self.patience.call_s
+        until = self.call_timeout.until(nbytes, time.monotonic())
+        self.hung_at = until + OVERRUN_CALLS * self.call_timeout.call_s
         try:
             yield until
         finally:
@@ -195,9 +195,9 @@ class TransferLane(Lane[Item]):
         backend: Backend,
         arena: SharedMemory,
         backend_calls: BackendCalls,
-        patience: CallTimeout | None,
+        call_timeout: CallTimeout | None,
     ) -> None:
-        super().__init__(name, patience)
+        super().__init__(name, call_timeout)
         self._backend, self._arena, self._backend_calls = backend, arena, backend_calls
         self._jobs: dict[int, HostJob] = {}
         self._waiting: deque[Item] = deque()
@@ -209,7 +209,7 @@ class TransferLane(Lane[Item]):
     def _accept(self, item: Item) -> None:
         self._waiting.append(item)
 
-    def _patience(self) -> float | None:
+    def _poll_timeout_s(self) -> float | None:
         return 0 if self._waiting else None
 
     def _turn(self) -> None:
@@ -241,7 +241,7 @@ class TransferLane(Lane[Item]):
         finally:
             tell(tuple(failed))
 
-    def _settle(
+    def _drop_failed(
         self, job: HostJob, positions: Sequence[int], results: Sequence[ObjectResult], failed: list[ObjectFailure]
     ) -> list[ObjectLocation]:
         """What became of these; those that are not OK leave the job, and are returned."""
@@ -309,7 +309,7 @@ class FetchLane(TransferLane[Fetch | Pull | EndFetch]):
     """Items are messages.
 
     :param hide: told keys whose bytes are not those of the object.
-    :param patience: how long a call may take.
+    :param call_timeout: how long a call may take.
     """
 
     def __init__(
@@ -320,9 +320,9 @@ class FetchLane(TransferLane[Fetch | Pull | EndFetch]):
         *,
         backend_calls: BackendCalls,
         hide: Callable[[Sequence[bytes]], None],
-        patience: CallTimeout | None = None,
+        call_timeout: CallTimeout | None = None,
     ) -> None:
-        super().__init__("fetch", backend, arena, backend_calls, patience)
+        super().__init__("fetch", backend, arena, backend_calls, call_timeout)
         self._tell, self._hide = tell, hide
 
     def _obey(self, message: Fetch | Pull | EndFetch) -> None:
@@ -354,7 +354,7 @@ class FetchLane(TransferLane[Fetch | Pull | EndFetch]):
         if not lo:
             results = [self._compare(*pair) for pair in zip(wanted, results, strict=True)]
         broken = [place.key for place, result in zip(wanted, results, strict=True) if result[0] is ObjectStatus.BROKEN]
-        self._settle(job, mine, results, failed)
+        self._drop_failed(job, mine, results, failed)
         if broken:
             self._hide(broken)
 
@@ -366,7 +366,7 @@ class FetchLane(TransferLane[Fetch | Pull | EndFetch]):
             results = self._backend_calls.results(
                 "open_fetch", len(places), lambda: self._backend.open_fetch(places, until)
             )
-        self._settle(job, positions, results, failed)
+        self._drop_failed(job, positions, results, failed)
         job.opened = list(job.places.values())
 
     def _compare(self, place: ObjectLocation, result: ObjectResult) -> ObjectResult:
@@ -405,7 +405,7 @@ class WriteLane(TransferLane[Write | Push | Drop | EndWrite]):
     """Items are messages.
 
     :param tell: sends the report of a call.
-    :param patience: how long a call may take.
+    :param call_timeout: how long a call may take.
     """
 
     def __init__(
@@ -414,9 +414,9 @@ class WriteLane(TransferLane[Write | Push | Drop | EndWrite]):
         arena: SharedMemory,
         backend_calls: BackendCalls,
         tell: Callable[[Written], None],
-        patience: CallTimeout | None = None,
+        call_timeout: CallTimeout | None = None,
     ) -> None:
-        super().__init__("write", backend, arena, backend_calls, patience)
+        super().__init__("write", backend, arena, backend_calls, call_timeout)
         self._tell = tell
         self._refused: dict[int, list[ObjectFailure]] = {}
 
@@ -450,7 +450,7 @@ class WriteLane(TransferLane[Write | Push | Drop | EndWrite]):
                 lambda: self._backend.open_write(places, until),
                 lambda: self._undo(message.id, places),
             )
-        self._settle(job, positions, results, self._refused.setdefault(message.id, []))
+        self._drop_failed(job, positions, results, self._refused.setdefault(message.id, []))
 
     def _move(self, job: HostJob, message: Push, failed: list[ObjectFailure]) -> None:
         failed += self._refused.pop(message.id, ())
@@ -467,7 +467,7 @@ class WriteLane(TransferLane[Write | Push | Drop | EndWrite]):
                     lambda: self._backend.commit(places, until),
                     lambda: self._undo(message.id, places),
                 )
-            self._settle(job, mine, results, failed)
+            self._drop_failed(job, mine, results, failed)
             for at in mine:
                 job.places.pop(at, None)
             return
@@ -476,7 +476,7 @@ class WriteLane(TransferLane[Write | Push | Drop | EndWrite]):
             results = self._backend_calls.results(
                 "write", len(places), lambda: self._backend.write(places, lo, hi, until)
             )
-        self._revoke(self._settle(job, mine, results, failed))
+        self._revoke(self._drop_failed(job, mine, results, failed))
 
     def _drop(self, message: Drop) -> None:
         job = self._jobs.get(message.id)
@@ -537,7 +537,7 @@ class LookupLane(Lane[tuple[Ask | Clear, float] | Hide]):
     def _accept(self, item: tuple[Ask | Clear, float] | Hide) -> None:
         self._waiting.append(item)
 
-    def _patience(self) -> float | None:
+    def _poll_timeout_s(self) -> float | None:
         return 0 if self._waiting else None
 
     def _turn(self) -> None:

@@ -104,7 +104,7 @@ CALLS_SHARE = 0.25
 _READ_BYTES = 1 << 18
 
 
-class _Ended(Exception):
+class _HostEnded(Exception):
     """:param alone: the server is gone; False = it said so."""
 
     def __init__(self, alone: bool) -> None:
@@ -128,7 +128,7 @@ class HostMain:
         self._holding = IndexReporter(self._tell)
         self._check: HealthCheck | None = None
         self._movers: tuple[Lane[Any], ...] = ()
-        self._patience = CallTimeout()
+        self._call_timeout = CallTimeout()
 
     def run(self) -> int:
         """Until the server says Stop or is gone, or the backend is unusable; the exit code.
@@ -140,14 +140,14 @@ class HostMain:
             if not isinstance(start, Start):
                 log.error("host_misled", error=f"{type(start).__name__} before Start")
                 return FATAL
-            self._patience = CallTimeout(start.options.get("timeout_ms", CALL_MS) / 1e3)
+            self._call_timeout = CallTimeout(start.options.get("timeout_ms", CALL_MS) / 1e3)
             backend = make(start.backend, start.options)
             backend.report_found(self._holding.found)
             self._holding.attach(self._attach(backend))
         except Unusable as error:
             self._tell(Down(str(error), fatal=True))
             return FATAL
-        except _Ended:
+        except _HostEnded:
             return ENDED
         self._serve(backend)
         return ENDED
@@ -189,7 +189,7 @@ class HostMain:
             case Push():
                 self._tell(Written(message.id, message.call, tuple(refuse(message, f"unreachable: {reason}"))))
             case Stop():
-                raise _Ended(alone=False)
+                raise _HostEnded(alone=False)
 
     # Serving -------------------------------------------------------------------------------------
 
@@ -203,9 +203,9 @@ class HostMain:
             self._tell,
             backend_calls=backend_calls,
             hide=lambda keys: ask.put(Hide(keys)),
-            patience=self._patience,
+            call_timeout=self._call_timeout,
         )
-        write = WriteLane(backend, self._arena, backend_calls, self._tell, self._patience)
+        write = WriteLane(backend, self._arena, backend_calls, self._tell, self._call_timeout)
         self._check, self._movers = check, (fetch, write)
         parts = (ask, fetch, write, check)
         for part in parts:
@@ -220,7 +220,7 @@ class HostMain:
                 match message:
                     case Ping():
                         self._pong(message)
-                    case Ask() if time.monotonic() - ask.began > HUNG_CALLS * self._patience.call_s:
+                    case Ask() if time.monotonic() - ask.began > HUNG_CALLS * self._call_timeout.call_s:
                         self._tell(unknown(message, "an earlier lookup hangs in the backend"))
                     case Ask() | Clear():
                         ask.put((message, time.monotonic()))
@@ -229,15 +229,15 @@ class HostMain:
                     case Write() | Push() | Drop() | EndWrite():
                         write.put(message)
                     case Stop():
-                        raise _Ended(alone=False)
+                        raise _HostEnded(alone=False)
                     case Start():
                         log.error("host_misled", error="Start twice")
-        except _Ended as ended:
-            patience = ALONE_S if ended.alone else STOP_S
-        last = threading.Timer(patience, os._exit, (ENDED,))
+        except _HostEnded as ended:
+            grace_s = ALONE_S if ended.alone else STOP_S
+        last = threading.Timer(grace_s, os._exit, (ENDED,))
         last.daemon = True
         last.start()
-        until = time.monotonic() + CALLS_SHARE * patience
+        until = time.monotonic() + CALLS_SHARE * grace_s
         # Not under calls that still run: a library that is closed then may crash, or free what they use.
         if all([part.stop(max(0.0, until - time.monotonic())) for part in parts]):
             backend_calls.quietly("close", backend.close)
@@ -251,7 +251,7 @@ class HostMain:
         if self._check is None:
             self._tell(Pong(message.id, {}))
             return
-        if time.monotonic() - self._check.began > HUNG_CALLS * self._patience.call_s:
+        if time.monotonic() - self._check.began > HUNG_CALLS * self._call_timeout.call_s:
             self._hang("a check")
         for name, lane in zip(("a fetch", "a write"), self._movers, strict=False):
             if time.monotonic() > lane.hung_at:
@@ -280,18 +280,18 @@ class HostMain:
         """
         while not self._messages:
             if until is not None:
-                patience = until - time.monotonic()
-                if patience <= 0 or not self._readable.poll(1e3 * patience):
+                left_s = until - time.monotonic()
+                if left_s <= 0 or not self._readable.poll(1e3 * left_s):
                     return None
             try:
                 data = self._connection.recv(_READ_BYTES)
             except OSError:
                 data = b""
             if not data:
-                raise _Ended(alone=True)
+                raise _HostEnded(alone=True)
             try:
                 self._messages += map(decode_to_host, self._frames.feed(data))
             except ProtocolError as error:
                 log.error("host_misled", error=str(error))
-                raise _Ended(alone=True) from None
+                raise _HostEnded(alone=True) from None
         return self._messages.popleft()

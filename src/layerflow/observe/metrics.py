@@ -336,7 +336,7 @@ class Metrics:
         self._limit_layers.set(limits.prefetch_layers)
         self._limit_blocks.set(limits.max_transfer_blocks)
         self._limit_bytes.set(limits.max_transfer_bytes)
-        self._limit_inflight.set(limits.max_inflight_bytes)
+        self._limit_inflight.set(limits.max_granted_bytes)
         self._limit_backlog.set(limits.save_backlog_bytes)
         self._limit_stagger.set(limits.stagger_us / 1e6)
 

@@ -52,16 +52,16 @@ class Bounced:
     def query(self) -> bool:
         if not self._passages[-1].event.query():
             return False
-        self._settle()
+        self._copy_out()
         return True
 
     def synchronize(self) -> None:
         self._passages[-1].event.synchronize()
-        self._settle()
+        self._copy_out()
 
-    def _settle(self) -> None:
+    def _copy_out(self) -> None:
         for passage in self._passages:
-            self._buffer.settle(passage)
+            self._buffer.copy_out(passage)
 
 
 class BounceBuffer:
@@ -117,7 +117,7 @@ class BounceBuffer:
             self._in_use.append((slot, passages[-1]))
         return Bounced(self, passages)
 
-    def settle(self, passage: _Passage) -> None:
+    def copy_out(self, passage: _Passage) -> None:
         """Copy a save's bytes on to the arena, once; its event is done."""
         with self._lock:
             if passage.failed is not None:
@@ -129,7 +129,7 @@ class BounceBuffer:
     def drain(self) -> None:
         """Everything that the device has done reaches the arena; the copier's stream has nothing left to do."""
         while self._in_use:
-            self.settle(self._in_use.popleft()[1])
+            self.copy_out(self._in_use.popleft()[1])
 
     def close(self) -> None:
         """Unpin it; nothing is on its way."""
@@ -148,7 +148,7 @@ class BounceBuffer:
                 except Exception as error:
                     passage.failed = error  # its slot is taken from it: its bytes are not to be had any more
                     raise
-                self.settle(passage)
+                self.copy_out(passage)
                 if taken == slot:
                     break
         return slot, np.cumsum(part.nbytes) - part.nbytes

@@ -42,7 +42,7 @@ class Located(NamedTuple):
     pieces: tuple[tuple[Box, int], ...] = ()
 
 
-class Tail(NamedTuple):
+class StoredTail(NamedTuple):
     """A stored partial chunk that follows `parent`: its length in tokens and its key."""
 
     tokens: int
@@ -136,7 +136,7 @@ class Pool(Protocol):
         """
         ...
 
-    def learn(self, spec: ModelSpec) -> None:
+    def add_partition(self, spec: ModelSpec) -> None:
         """A worker of this model has attached."""
         ...
 
@@ -144,7 +144,7 @@ class Pool(Protocol):
         """Which objects may stand in for this model's; None = it is known in one partition only."""
         ...
 
-    def hear(self, model: bytes, shard: Shard) -> None:
+    def add_remote_partition(self, model: bytes, shard: Shard) -> None:
         """Workers of this partition have stored this model (its fingerprint) behind the arena, or at a peer."""
         ...
 
@@ -156,7 +156,7 @@ class Pool(Protocol):
         """Which objects are complete. Does not count as a use."""
         ...
 
-    def tails(self, parent: bytes, most: int = ..., *, undigested: bool = False) -> Iterator[Tail]:
+    def tails(self, parent: bytes, most: int = ..., *, undigested: bool = False) -> Iterator[StoredTail]:
         """Complete partial chunks that follow `parent`, longest first. Nothing may change while they are taken.
 
         :param most: tokens that each has at most.
@@ -164,12 +164,12 @@ class Pool(Protocol):
         """
         ...
 
-    def sharing(self, own: bytes) -> Iterator[SharedChunk]:
+    def sharing(self, prompt_blocks: bytes) -> Iterator[SharedChunk]:
         """Complete chunks that share leading blocks with a prompt, those that share most first.
 
         Of those that share as many, the ones that end there go first. Nothing may change while they are taken.
 
-        :param own: the prompt's block digests.
+        :param prompt_blocks: the prompt's block digests.
         """
         ...
 
@@ -197,11 +197,11 @@ class Pool(Protocol):
         """As :meth:`acquire` with `lease`: a :data:`layerflow.places.PLACE` for each key, of what is pinned here."""
         ...
 
-    def hand_over(self, owner: Owner, heir: Owner, until: float) -> None:
+    def transfer_pins(self, owner: Owner, heir: Owner, until: float) -> None:
         """All pins of `owner` are `heir`'s from now on, until `until`, or longer where `heir` had some."""
         ...
 
-    def share(self, owner: Owner, keys: Sequence[bytes], reader: Owner) -> list[Located] | None:
+    def copy_pins(self, owner: Owner, keys: Sequence[bytes], reader: Owner) -> list[Located] | None:
         """`reader` pins, without an end, what `owner` pins of these keys, hidden since or not.
 
         None, and nothing changes: `owner` does not pin all of them.
@@ -244,11 +244,11 @@ class Pool(Protocol):
         """Give back reservations of this owner; how many."""
         ...
 
-    def adopt(self, new: NewObject, owner: Owner, by: Owner) -> int | None:
+    def take_reservation(self, new: NewObject, owner: Owner, by: Owner) -> int | None:
         """The room that `owner` has reserved for this object is `by`'s from now on: its offset. None: it has none."""
         ...
 
-    def transfer(self, keys: Sequence[bytes], owner: Owner, by: Owner) -> None:
+    def transfer_reservations(self, keys: Sequence[bytes], owner: Owner, by: Owner) -> None:
         """What `owner` has reserved for these is `by`'s from now on; keys that it has not reserved are left out."""
         ...
 

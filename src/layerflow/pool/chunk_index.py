@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from layerflow.errors import PoolError
 from layerflow.keys import DIGEST_BYTES, leading_blocks
-from layerflow.pool.base import SharedChunk, Tail
+from layerflow.pool.base import SharedChunk, StoredTail
 
 ANY_LENGTH = 1 << 32
 """More tokens than any chunk has."""
@@ -82,7 +82,7 @@ class ChunkIndex:
             if not siblings:
                 del self._by_block[block]
 
-    def tails(self, parent: bytes, most: int = ANY_LENGTH, *, undigested: bool = False) -> Iterator[Tail]:
+    def tails(self, parent: bytes, most: int = ANY_LENGTH, *, undigested: bool = False) -> Iterator[StoredTail]:
         """Partial chunks that follow `parent`, longest first, the newest first of equals. Nothing changes meanwhile.
 
         :param most: tokens that each has at most.
@@ -94,23 +94,23 @@ class ChunkIndex:
         for tokens, digested in sorted(lengths, reverse=True):
             if tokens <= most and not (undigested and digested):
                 for key in reversed(lengths[tokens, digested]):
-                    yield Tail(tokens, key)
+                    yield StoredTail(tokens, key)
 
-    def sharing(self, own: bytes) -> Iterator[SharedChunk]:
+    def sharing(self, prompt_blocks: bytes) -> Iterator[SharedChunk]:
         """Chunks that share leading blocks with a prompt, those that share most first. Nothing changes meanwhile.
 
         Of those that share as many: first the ones that end there, then a few of the others; the newest first of each.
 
-        :param own: the prompt's block digests.
+        :param prompt_blocks: the prompt's block digests.
         """
-        siblings = self._by_block.get(own[:DIGEST_BYTES])
+        siblings = self._by_block.get(prompt_blocks[:DIGEST_BYTES])
         if siblings is None:
             return
-        low = high = bisect_left(siblings, (own,))  # between these all are told
+        low = high = bisect_left(siblings, (prompt_blocks,))  # between these all are told
         while low or high < len(siblings):
             near = siblings[max(0, low - 1) : low] + siblings[high : high + 1]
-            shared = max(leading_blocks(own, digests) for digests, *_ in near)
-            same = own[: shared * DIGEST_BYTES]
+            shared = max(leading_blocks(prompt_blocks, digests) for digests, *_ in near)
+            same = prompt_blocks[: shared * DIGEST_BYTES]
             first = bisect_left(siblings, (same,), 0, low)
             end = bisect_left(siblings, (same + _AFTER,), high)
             longer = bisect_left(siblings, (same, math.inf), first, end)
@@ -155,16 +155,16 @@ NO_CHUNKS = ChunkIndex()
 
 # Of several places, as one.
 
-_Found = TypeVar("_Found", Tail, SharedChunk)
+_Found = TypeVar("_Found", StoredTail, SharedChunk)
 
 
-def renamed(found: Iterable[Tail], parent: bytes) -> Iterator[Tail]:
+def renamed(found: Iterable[StoredTail], parent: bytes) -> Iterator[StoredTail]:
     """Tails of another partition's objects, by the names that they have in `parent`'s."""
     end = parent[DIGEST_BYTES:]
-    return (Tail(tail.tokens, tail.key[:DIGEST_BYTES] + end) for tail in found)
+    return (StoredTail(tail.tokens, tail.key[:DIGEST_BYTES] + end) for tail in found)
 
 
-def merged_tails(*found: Iterable[Tail]) -> Iterator[Tail]:
+def merged_tails(*found: Iterable[StoredTail]) -> Iterator[StoredTail]:
     """Tails of several places, each longest first, as one; each once."""
     return _merged(found, lambda tail: -tail.tokens)
 

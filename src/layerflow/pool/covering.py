@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from layerflow.boxes import TO_THE_END, Box, cover
 from layerflow.keys import DIGEST_BYTES, covered_by, several_key
-from layerflow.pool.base import Located, Owner, Tail
+from layerflow.pool.base import Located, Owner, StoredTail
 from layerflow.pool.chunk_index import ANY_LENGTH, merged_tails, renamed
 from layerflow.pool.memory import ArenaMemory, MemoryPool
 from layerflow.presence import PresenceWriter
@@ -16,7 +16,7 @@ from layerflow.spec import ModelSpec, Shard
 MOST_PARTITIONS = 4
 """Partitions of one model whose objects are looked for: those of workers here, then others; of both the newest."""
 
-MOST_HEARD = 16
+MOST_REMOTE = 16
 """Partitions of one model of which a tier or peers have told that are remembered: the newest."""
 
 
@@ -28,11 +28,11 @@ class _Partitions(NamedTuple):
     """A model's: of workers that have attached here, and those of which a tier told; oldest first."""
 
     attached: list[Shard]
-    heard: list[Shard]
+    remote: list[Shard]
     groups: int
 
 
-class _Alternatives(NamedTuple):
+class _OverlappingKeys(NamedTuple):
     """What may stand in for the objects of one box: boxes of other partitions that overlap it, and their keys' ends."""
 
     box: Box
@@ -50,9 +50,9 @@ class CoveringPool(MemoryPool):
         super().__init__(arena, presence, lease_share=lease_share)
         self._writer = presence
         self._partitions: dict[bytes, _Partitions] = {}
-        self._alternatives: dict[bytes, dict[bytes, _Alternatives]] = {}
+        self._overlapping_boxes: dict[bytes, dict[bytes, _OverlappingKeys]] = {}
 
-    def learn(self, spec: ModelSpec) -> None:
+    def add_partition(self, spec: ModelSpec) -> None:
         """A worker of this model has attached: its partition's objects are looked for from now on."""
         model, first = spec.fingerprint, spec.shard.peers()[0]
         known = self._partitions.setdefault(model, _Partitions([], [], len(spec.groups)))
@@ -62,22 +62,22 @@ class CoveringPool(MemoryPool):
         del known.attached[:-MOST_PARTITIONS]
         self._renew(model, known)
 
-    def hear(self, model: bytes, shard: Shard) -> None:
+    def add_remote_partition(self, model: bytes, shard: Shard) -> None:
         """Workers of this partition have stored behind the arena, or at a peer; those that attach here go before it."""
         known = self._partitions.get(model)
         if known is None or not known.attached or not same_model(shard, known.attached[0]):
             return
         if shard.tp_size * shard.pp_size > MOST_BOXES or shard in self._looked_for(known):
             return
-        if shard in known.heard:
-            known.heard.remove(shard)
-        known.heard.append(shard)
-        del known.heard[:-MOST_HEARD]
+        if shard in known.remote:
+            known.remote.remove(shard)
+        known.remote.append(shard)
+        del known.remote[:-MOST_REMOTE]
         self._renew(model, known)
 
     def covering(self, spec: ModelSpec) -> CoveringPool | None:
         """Itself, where objects of other partitions may stand in for this model's."""
-        return self if spec.fingerprint in self._alternatives else None
+        return self if spec.fingerprint in self._overlapping_boxes else None
 
     def overlapping_keys(self, key: bytes) -> list[bytes]:
         """Objects of other partitions, complete or not, that have something of this one."""
@@ -99,27 +99,27 @@ class CoveringPool(MemoryPool):
 
     def _renew(self, model: bytes, known: _Partitions) -> None:
         looked_for = self._looked_for(known)
-        self._alternatives.pop(model, None)
+        self._overlapping_boxes.pop(model, None)
         if len(looked_for) > 1:
-            self._alternatives[model] = _alternatives(looked_for, known.groups)
+            self._overlapping_boxes[model] = _overlapping_keys(looked_for, known.groups)
             if self._writer is not None and not self._writer.may_hold(several_key(model)):
                 self._writer.add(several_key(model))
 
     def _looked_for(self, known: _Partitions) -> list[Shard]:
-        heard = [shard for shard in reversed(known.heard) if shard not in known.attached]
-        return [*reversed(known.attached), *heard][:MOST_PARTITIONS]
+        remote = [shard for shard in reversed(known.remote) if shard not in known.attached]
+        return [*reversed(known.attached), *remote][:MOST_PARTITIONS]
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         """Which objects are complete, or covered by complete ones."""
         found = super().lookup(keys)
-        if self._alternatives:
+        if self._overlapping_boxes:
             return [there or bool(self._sources(key)) for key, there in zip(keys, found, strict=True)]
         return found
 
-    def tails(self, parent: bytes, most: int = ANY_LENGTH, *, undigested: bool = False) -> Iterator[Tail]:
+    def tails(self, parent: bytes, most: int = ANY_LENGTH, *, undigested: bool = False) -> Iterator[StoredTail]:
         """As the base class; those that another partition has stored too."""
         tails = super().tails(parent, most, undigested=undigested)
-        if not self._alternatives:
+        if not self._overlapping_boxes:
             return tails
         others = [
             super(CoveringPool, self).tails(other, most, undigested=undigested) for _, other in self._others(parent)
@@ -137,7 +137,7 @@ class CoveringPool(MemoryPool):
     ) -> list[Located | None]:
         """As the base class; of an object that is covered, the pieces are told and pinned."""
         places = super().acquire(keys, owner, until, lease=lease, counts=counts)
-        if self._alternatives and None in places:
+        if self._overlapping_boxes and None in places:
             for at, place in enumerate(places):
                 if place is None:
                     count = counts[at] if counts is not None else 0
@@ -147,7 +147,7 @@ class CoveringPool(MemoryPool):
     def lease(self, keys: Sequence[bytes], owner: Owner, until: float) -> bytes:
         """As the base class; what covers an object is pinned, and has no place in a plan."""
         places = super().lease(keys, owner, until)
-        if self._alternatives:
+        if self._overlapping_boxes:
             for key, there in zip(keys, super().lookup(keys), strict=True):
                 if not there:
                     self._acquire_pieces(key, owner, until, lease=True)
@@ -155,7 +155,7 @@ class CoveringPool(MemoryPool):
 
     def hide(self, keys: Sequence[bytes]) -> int:
         """As the base class; of an object that is covered, what covers it."""
-        if self._alternatives:
+        if self._overlapping_boxes:
             there = super().lookup(keys)
             keys = [
                 part
@@ -176,7 +176,7 @@ class CoveringPool(MemoryPool):
         if len(whole) < len(found) or len({place[1:3] for place in whole}) > 1:
             self.release(("pieces", key))
             return None
-        self.hand_over(("pieces", key), owner, until)
+        self.transfer_pins(("pieces", key), owner, until)
         pieces = tuple((box, place.offset) for (box, _), place in zip(sources, whole, strict=True))
         return whole[0]._replace(pieces=pieces)
 
@@ -185,11 +185,11 @@ class CoveringPool(MemoryPool):
         return self.sources(key, self._directory.ready.__contains__)
 
     def _others(self, key: bytes) -> list[tuple[Box, bytes]]:
-        return [(other, key[:DIGEST_BYTES] + end) for _, others in self._boxes_of(key) for other, end in others]
+        return [(other, key[:DIGEST_BYTES] + suffix) for _, others in self._boxes_of(key) for other, suffix in others]
 
-    def _boxes_of(self, key: bytes) -> list[_Alternatives]:
-        end = key[DIGEST_BYTES:]
-        return [boxes[end] for boxes in self._alternatives.values() if end in boxes]
+    def _boxes_of(self, key: bytes) -> list[_OverlappingKeys]:
+        suffix = key[DIGEST_BYTES:]
+        return [boxes[suffix] for boxes in self._overlapping_boxes.values() if suffix in boxes]
 
 
 def same_model(shard: Shard, other: Shard) -> bool:
@@ -201,22 +201,22 @@ def same_model(shard: Shard, other: Shard) -> bool:
     )
 
 
-def _alternatives(partitions: Sequence[Shard], groups: int) -> dict[bytes, _Alternatives]:
+def _overlapping_keys(partitions: Sequence[Shard], groups: int) -> dict[bytes, _OverlappingKeys]:
     """By the end of its keys, each box of a model's partitions.
 
     A key says that its object reaches to the group's last layer, and not which that is: keys of models of other depths
     end alike. So boxes have ends of that kind too, and those of one model are right for the keys of every other.
     """
-    found: dict[bytes, _Alternatives] = {}
+    found: dict[bytes, _OverlappingKeys] = {}
     for group in range(groups):
-        ends = {covered_by(group, peer): _open_box(peer, group) for first in partitions for peer in first.peers()}
-        overlapping: dict[bytes, list[tuple[Box, bytes]]] = {end: [] for end in ends}
-        for end, other in _overlapping(ends):
-            overlapping[end].append((ends[other], other))
-            overlapping[other].append((ends[end], end))
-        order = {end: at for at, end in enumerate(ends)}  # of partitions: those that are looked for first
-        for end, box in ends.items():
-            found[end] = _Alternatives(box, tuple(sorted(overlapping[end], key=lambda other: order[other[1]])))
+        by_suffix = {covered_by(group, peer): _open_box(peer, group) for first in partitions for peer in first.peers()}
+        overlapping: dict[bytes, list[tuple[Box, bytes]]] = {suffix: [] for suffix in by_suffix}
+        for suffix, other in _overlapping(by_suffix):
+            overlapping[suffix].append((by_suffix[other], other))
+            overlapping[other].append((by_suffix[suffix], suffix))
+        order = {suffix: at for at, suffix in enumerate(by_suffix)}  # of partitions: those that are looked for first
+        for suffix, box in by_suffix.items():
+            found[suffix] = _OverlappingKeys(box, tuple(sorted(overlapping[suffix], key=lambda other: order[other[1]])))
     return found
 
 
@@ -227,10 +227,10 @@ def _open_box(shard: Shard, group: int) -> Box:
 
 def _overlapping(boxes: Mapping[bytes, Box]) -> Iterator[tuple[bytes, bytes]]:
     """Pairs of boxes that have something in common: a sweep over the layers, with those that begin there sorted."""
-    ordered = sorted(boxes, key=lambda end: boxes[end].first_layer)
+    ordered = sorted(boxes, key=lambda suffix: boxes[suffix].first_layer)
     reaching: list[bytes] = []
-    for end in ordered:
-        box = boxes[end]
+    for suffix in ordered:
+        box = boxes[suffix]
         reaching = [other for other in reaching if boxes[other].end_layer > box.first_layer]
-        yield from ((other, end) for other in reaching if box.overlap(boxes[other]).cells)
-        reaching.append(end)
+        yield from ((other, suffix) for other in reaching if box.overlap(boxes[other]).cells)
+        reaching.append(suffix)

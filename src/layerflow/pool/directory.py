@@ -107,7 +107,7 @@ class Directory:
                 if presence is not None and self._tail_counts[entry.parent, mark] == 1:
                     presence.add_tails(entry.parent, mark)
 
-    def withdraw(self, entry: DirectoryEntry) -> None:
+    def remove_reservation(self, entry: DirectoryEntry) -> None:
         """A half-written entry goes."""
         self._end_reservation(entry)
         self.at.pop(entry.located.offset)
@@ -116,7 +116,7 @@ class Directory:
         """What `writer` has half-written."""
         return list(self._reserved.get(writer, ()))
 
-    def adopt(self, entry: DirectoryEntry, by: Owner) -> None:
+    def take_reservation(self, entry: DirectoryEntry, by: Owner) -> None:
         """Another writer takes a half-written entry over."""
         self._end_reservation(entry)
         entry.writer = by
@@ -198,7 +198,7 @@ class Directory:
                 self._ends.set(owner, until)
         return fresh, first
 
-    def share(self, owner: Owner, keys: Sequence[bytes], reader: Owner) -> list[Located] | None:
+    def copy_pins(self, owner: Owner, keys: Sequence[bytes], reader: Owner) -> list[Located] | None:
         """`reader` pins, without an end, what `owner` pins of these keys; None, and nothing changes: not all of them.
 
         What was hidden since `owner` pinned it is where it was.
@@ -217,7 +217,7 @@ class Directory:
         self.pin(entries, reader, math.inf)
         return [entry.located for entry in entries]
 
-    def hand_over(self, owner: Owner, heir: Owner, until: float) -> None:
+    def transfer_pins(self, owner: Owner, heir: Owner, until: float) -> None:
         """All pins of `owner` are `heir`'s from now on, until `until`, or longer where `heir` had some."""
         pins = self._pins.pop(owner, None)
         if pins is None:

@@ -23,7 +23,7 @@ from layerflow.pool.base import (
     Reservation,
     ReserveStatus,
     SharedChunk,
-    Tail,
+    StoredTail,
 )
 from layerflow.pool.chunk_index import ANY_LENGTH
 from layerflow.pool.directory import Directory, DirectoryEntry, ObjectState
@@ -113,7 +113,7 @@ class Headers:
 # Room in the arena: free slots, and objects that are evicted where there are none.
 
 
-_PATIENCE = 2  # so often may victims in the policy's order free no room of a size; then they are chosen by their place
+_TRIES = 2  # so often may victims in the policy's order free no room of a size; then they are chosen by their place
 
 
 class Room:
@@ -159,14 +159,14 @@ class Room:
         slots, policy = self.slots, self.policy
         offsets = slots.alloc(room, count)
         pending += offsets
-        patience = _PATIENCE
+        tries = _TRIES
         while (missing := count - len(offsets)) and len(policy):
             window: list[int] | None = None
-            if not policy.of_size(room) or not patience:
+            if not policy.of_size(room) or not tries:
                 window = slots.window(room, chain(self._directory.held(), pending))
                 if window is None and not policy.of_size(room):
                     break
-            if window is not None and not patience:
+            if window is not None and not tries:
                 for offset in window:
                     entry = self._directory.at[offset]
                     policy.park((entry,))
@@ -176,7 +176,7 @@ class Room:
             more = slots.alloc(room, missing)
             offsets += more
             pending += more
-            patience = _PATIENCE if more else max(patience - 1, 0)
+            tries = _TRIES if more else max(tries - 1, 0)
         return sorted(offsets)
 
     def _evict_in_order(self, nbytes: int) -> None:
@@ -252,13 +252,13 @@ class MemoryPool:
         """Every complete object."""
         return list(self._directory.ready)
 
-    def tails(self, parent: bytes, most: int = ANY_LENGTH, *, undigested: bool = False) -> Iterator[Tail]:
+    def tails(self, parent: bytes, most: int = ANY_LENGTH, *, undigested: bool = False) -> Iterator[StoredTail]:
         """Complete partial chunks that follow `parent`; parameters and order as of :meth:`.ChunkIndex.tails`."""
         return self._directory.chunks.tails(parent, most, undigested=undigested)
 
-    def sharing(self, own: bytes) -> Iterator[SharedChunk]:
+    def sharing(self, prompt_blocks: bytes) -> Iterator[SharedChunk]:
         """Complete chunks that share leading blocks with a prompt; order as of :meth:`.ChunkIndex.sharing`."""
-        return self._directory.chunks.sharing(own)
+        return self._directory.chunks.sharing(prompt_blocks)
 
     def acquire(
         self,
@@ -317,20 +317,20 @@ class MemoryPool:
         there = [entry for entry in self._directory.find(keys) if entry is not None]
         self._policy.park(self._directory.pin(there, owner, until, self._most(lease))[1])
 
-    def hand_over(self, owner: Owner, heir: Owner, until: float) -> None:
+    def transfer_pins(self, owner: Owner, heir: Owner, until: float) -> None:
         """All pins of `owner` are `heir`'s from now on, until `until`, or longer where `heir` had some."""
-        self._directory.hand_over(owner, heir, until)
+        self._directory.transfer_pins(owner, heir, until)
 
-    def share(self, owner: Owner, keys: Sequence[bytes], reader: Owner) -> list[Located] | None:
+    def copy_pins(self, owner: Owner, keys: Sequence[bytes], reader: Owner) -> list[Located] | None:
         """`reader` pins, without an end, what `owner` pins of these keys, hidden since or not; None: not all of them.
 
         It counts neither a hit nor a use: looking up has.
         """
-        return self._directory.share(owner, keys, reader)
+        return self._directory.copy_pins(owner, keys, reader)
 
     def release(self, owner: Owner, keys: Sequence[bytes] | None = None) -> None:
         """Drop the owner's pins on `keys` (None = all of them). Unknown pins are ignored."""
-        self._settle(self._directory.unpin(owner, keys))
+        self._release_idle(self._directory.unpin(owner, keys))
 
     def owners(self) -> list[Owner]:
         """Return everyone who pins something."""
@@ -343,7 +343,7 @@ class MemoryPool:
     def expire(self, now: float) -> int:
         """Drop every pin that ran out at or before `now`; how many."""
         dropped, idle = self._directory.expire(now)
-        self._settle(idle)
+        self._release_idle(idle)
         return dropped
 
     # Writing -------------------------------------------------------------------------------------
@@ -409,9 +409,9 @@ class MemoryPool:
     def revoke(self, keys: Sequence[bytes], owner: Owner) -> int:
         """Give back reservations of this owner; how many."""
         mine = [entry for key in dict.fromkeys(keys) if (entry := self._directory.owned(key, owner)) is not None]
-        return self._withdraw(mine)
+        return self._revoke_reservations(mine)
 
-    def adopt(self, new: NewObject, owner: Owner, by: Owner) -> int | None:
+    def take_reservation(self, new: NewObject, owner: Owner, by: Owner) -> int | None:
         """The room that `owner` has reserved for this object is `by`'s from now on: its offset. None: it has none.
 
         Of another size or shape than it was reserved for, it has none either.
@@ -420,15 +420,15 @@ class MemoryPool:
         if entry is None or (entry.nbytes, *entry.located[1:3]) != (new.nbytes, new.blocks, new.tokens):
             return None
         entry.parent, entry.block_digests = new.parent, new.block_digests
-        self._directory.adopt(entry, by)
+        self._directory.take_reservation(entry, by)
         return entry.located.offset
 
-    def transfer(self, keys: Sequence[bytes], owner: Owner, by: Owner) -> None:
+    def transfer_reservations(self, keys: Sequence[bytes], owner: Owner, by: Owner) -> None:
         """What `owner` has reserved for these is `by`'s from now on; keys that it has not reserved are left out."""
         for key in keys:
             entry = self._directory.owned(key, owner)
             if entry is not None:
-                self._directory.adopt(entry, by)
+                self._directory.take_reservation(entry, by)
 
     def writer(self, key: bytes) -> Owner | None:
         """Return who has reserved room for an object that is not complete."""
@@ -467,8 +467,8 @@ class MemoryPool:
         Only for an owner that can write no more: its half-written room is handed out again.
         """
         pins = len(self._directory.pinned_by(owner))
-        self._settle(self._directory.unpin(owner, None))
-        return pins + self._withdraw(self._directory.reserved_by(owner))
+        self._release_idle(self._directory.unpin(owner, None))
+        return pins + self._revoke_reservations(self._directory.reserved_by(owner))
 
     # Looking -------------------------------------------------------------------------------------
 
@@ -515,14 +515,14 @@ class MemoryPool:
         if len(self._policy) != sum(not entry.readers for entry in self._directory.ready.values()):
             raise PoolError("eviction considers other objects than the complete unpinned ones")
 
-    def _withdraw(self, entries: list[DirectoryEntry]) -> int:
+    def _revoke_reservations(self, entries: list[DirectoryEntry]) -> int:
         for entry in entries:
-            self._directory.withdraw(entry)
+            self._directory.remove_reservation(entry)
             self._room.free(entry)
         self._revoked += len(entries)
         return len(entries)
 
-    def _settle(self, idle: list[DirectoryEntry]) -> None:
+    def _release_idle(self, idle: list[DirectoryEntry]) -> None:
         """Let objects that lost their last pin be evicted, and drop those of them that are hidden."""
         stored = [entry for entry in idle if entry.state is not ObjectState.HIDDEN]
         self._policy.unpark(stored)

@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from layerflow.config.proxy import ProxySettings, instance_addresses
 from layerflow.errors import UpstreamError
 from layerflow.observe.metrics import WithoutCreated
-from layerflow.proxy.instances import BreakerState, Instance, Registry, Role
+from layerflow.proxy.instances import BreakerState, Instance, InstanceRole, Registry
 from layerflow.proxy.metaserver import Metaserver
 
 # Measured here: bytes per token, and for short prompts which way to the first token is quicker.
@@ -284,7 +284,7 @@ def make_context(
 ) -> ProxyContext:
     """A proxy that has sent nothing yet, with the engines of its settings."""
     instances = Registry(settings, clock)
-    for role, text in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
+    for role, text in ((InstanceRole.PREFILL, settings.prefill), (InstanceRole.DECODE, settings.decode)):
         for address in instance_addresses(text):
             instances.add(role, address)
     return ProxyContext(

@@ -10,7 +10,7 @@ import structlog
 from layerflow.errors import ProxyError, UpstreamError
 from layerflow.proxy.answers import ResponseSink
 from layerflow.proxy.context import ProxyContext, RequestRoute
-from layerflow.proxy.instances import Instance, Role, digests, prompt_bytes
+from layerflow.proxy.instances import Instance, InstanceRole, digests, prompt_bytes
 from layerflow.proxy.legs import DecodeCall, Prefilled, PrefillUsage, decode, engine_headers, prefill, prefill_body
 from layerflow.proxy.request import CHAT, ClientRequest, only_prompt
 
@@ -22,21 +22,21 @@ _log = structlog.get_logger("layerflow.proxy")
 class Exchange:
     """A request, or one prompt of its list.
 
-    :param outlet: where the answer goes.
+    :param sink: where the answer goes.
     """
 
-    def __init__(self, context: ProxyContext, request: ClientRequest, outlet: ResponseSink) -> None:
-        self.context, self.request, self.outlet = context, request, outlet
+    def __init__(self, context: ProxyContext, request: ClientRequest, sink: ResponseSink) -> None:
+        self.context, self.request, self.sink = context, request, sink
         self.usage = PrefillUsage()
-        self.way = RequestRoute.APART.value
+        self.route = RequestRoute.APART.value
         prompt = request.prompts[0] if request.prompts else only_prompt(request.body.raw("prompt"))
         self.beginnings = digests(prompt_bytes(request.body, prompt))  # of a list's first prompt
         self._text_bytes, counted = _sizes(request, prompt)
         self.tokens = counted + (context.estimate.tokens(self._text_bytes) if self._text_bytes else 0)
         self._began = context.clock()
         self._prefilled_at: float | None = None
-        self._sent: dict[tuple[Role, str], int] = {}
-        self._unforeseen: dict[Role, set[Instance]] = {}  #: engines that answered it with 500
+        self._sent: dict[tuple[InstanceRole, str], int] = {}
+        self._unforeseen: dict[InstanceRole, set[Instance]] = {}  #: engines that answered it with 500
 
     def child(self, prompt: bytes | None, *, counted: bool) -> Exchange:
         """What a decoder asks for by itself: one prompt of the list, or one of several choices.
@@ -45,17 +45,17 @@ class Exchange:
         :param counted: its cached tokens belong in the usage, which counts a prompt once.
         """
         request = self.request if prompt is None else self.request.with_prompt(prompt, self.request.request_id)
-        child = Exchange(self.context, request, self.outlet)
+        child = Exchange(self.context, request, self.sink)
         if counted:
             child.usage = self.usage
         return child
 
-    def pick(self, role: Role, tried: Collection[Instance] = ()) -> Instance:
+    def pick(self, role: InstanceRole, tried: Collection[Instance] = ()) -> Instance:
         """:raises ProxyError: 503, no engine can take it."""
-        wanted = self.request.header(b"x-prefiller-host-port") if role is Role.PREFILL else None
+        wanted = self.request.header(b"x-prefiller-host-port") if role is InstanceRole.PREFILL else None
         return self.context.instances.pick(role, self.beginnings, self.tokens, tried, wanted)
 
-    def leg_id(self, role: Role, base: str | None = None) -> str:
+    def leg_id(self, role: InstanceRole, base: str | None = None) -> str:
         """The engine's request id: `base`, or the client's; another when it is asked again: the first may still run."""
         base = base or self.request.request_id
         number = self._sent.get((role, base), 0)
@@ -90,7 +90,7 @@ class Exchange:
             self.failed(instance, error)
             raise
         finally:
-            self.usage.settle(cached)
+            self.usage.prefill_ended(cached)
         instance.tell_servers(done.servers)
         self.prefill_ended()
         context.metrics.prefill.observe(context.clock() - began)
@@ -110,17 +110,17 @@ class Exchange:
         failure: UpstreamError | None = None
         while True:
             try:
-                instance = self.pick(Role.PREFILL, tried)
+                instance = self.pick(InstanceRole.PREFILL, tried)
             except ProxyError as none:
                 raise failure or none from None
             try:
                 return await self.prefill(instance, params, next_id())
             except UpstreamError as error:
                 tried.append(instance)
-                if error.judged or len(tried) > self.prefill_retries:
+                if error.rejected or len(tried) > self.prefill_retries:
                     raise
                 failure = error
-            self.context.metrics.retries.labels(Role.PREFILL.value).inc()
+            self.context.metrics.retries.labels(InstanceRole.PREFILL.value).inc()
 
     async def decode(self, instance: Instance, params: Mapping[str, Any] | None, request_id: str) -> None:
         """Pass that engine's answer on to the client.
@@ -137,7 +137,7 @@ class Exchange:
             self._first_token(instance)
 
         await decode(
-            instance, call, self.outlet, usage=self.usage, settings=self.context.settings, first_token=first_token
+            instance, call, self.sink, usage=self.usage, settings=self.context.settings, first_token=first_token
         )
 
     async def decode_anywhere(self, attempt: Callable[[Instance, str], Awaitable[None]]) -> None:
@@ -150,19 +150,19 @@ class Exchange:
         failure: UpstreamError | None = None
         while True:
             try:
-                instance = self.pick(Role.DECODE, tried)
+                instance = self.pick(InstanceRole.DECODE, tried)
             except ProxyError as none:
                 raise failure or none from None
             try:
                 with instance.busy(self.tokens):
-                    return await attempt(instance, self.leg_id(Role.DECODE))
+                    return await attempt(instance, self.leg_id(InstanceRole.DECODE))
             except UpstreamError as error:
                 self.failed(instance, error)
                 tried.append(instance)
-                if self.outlet.begun or error.judged or len(tried) >= self.context.settings.attempts:
+                if self.sink.begun or error.rejected or len(tried) >= self.context.settings.attempts:
                     raise
                 failure = error
-            self.context.metrics.retries.labels(Role.DECODE.value).inc()
+            self.context.metrics.retries.labels(InstanceRole.DECODE.value).inc()
 
     async def decode_alone(self) -> None:
         """A decoder computes the prompt by itself."""
@@ -184,7 +184,7 @@ class Exchange:
                 f"{most} that a decoder computes (proxy.max_recompute_tokens); try again later",
                 503,
             ) from reason
-        self.way = RECOMPUTED
+        self.route = RECOMPUTED
         self.context.metrics.recomputed.inc()
         _log.warning("prompt_recomputed", request=self.request.request_id, tokens=self.tokens, reason=str(reason))
         await self.decode_alone()
@@ -198,18 +198,18 @@ class Exchange:
                 one.breaker.forgive()
         role = instance.role.value
         self.context.metrics.failures.labels(role, instance.name, str(error.status)).inc()
-        log = _log.info if error.judged else _log.warning
+        log = _log.info if error.rejected else _log.warning
         told = {"request": self.request.request_id, "role": role, "url": instance.url}
         log("leg_failed", **told, status=error.status, reason=str(error))
 
     def _first_token(self, instance: Instance) -> None:
         context = self.context
         now = context.clock()
-        context.metrics.first_token.labels(self.way).observe(now - self._began)
+        context.metrics.first_token.labels(self.route).observe(now - self._began)
         if self._prefilled_at is not None:
             context.metrics.handoff.observe(now - self._prefilled_at)
-        if self.way != RECOMPUTED and self.request.stream:
-            context.short_prompts.learn(self.tokens, RequestRoute(self.way), now - self._began)
+        if self.route != RECOMPUTED and self.request.stream:
+            context.short_prompts.learn(self.tokens, RequestRoute(self.route), now - self._began)
         context.instances.prefixes.record(self.beginnings, instance)
 
 

@@ -90,7 +90,7 @@ class Breaker:
                 self._failed += 1
                 self._unanswered += error.status != _UNFORESEEN
                 self._until = self._clock() + self._open_s
-            elif error.judged:
+            elif error.rejected:
                 self._failed = self._unanswered = 0
             raise
         else:
@@ -105,7 +105,7 @@ KEEPALIVE_S = 3.0
 KEEPALIVE_CONNECTIONS = 256
 
 
-class Role(Enum):
+class InstanceRole(Enum):
     PREFILL = "prefill"
     DECODE = "decode"
 
@@ -119,7 +119,12 @@ class Instance:
     """
 
     def __init__(
-        self, role: Role, name: str, address: InstanceAddress, settings: ProxySettings, clock: Callable[[], float]
+        self,
+        role: InstanceRole,
+        name: str,
+        address: InstanceAddress,
+        settings: ProxySettings,
+        clock: Callable[[], float],
     ) -> None:
         self.role, self.name, self.url = role, name, address.url
         self.configured_servers = address.servers
@@ -390,7 +395,7 @@ class PrefixTable:
 
 
 # Of a prompt's tokens that an engine does not have: a prefiller computes them, a decoder is only sent their KV.
-_MISSED_WEIGHT = {Role.PREFILL: 1.0, Role.DECODE: 0.25}
+_MISSED_WEIGHT = {InstanceRole.PREFILL: 1.0, InstanceRole.DECODE: 0.25}
 
 
 class Registry:
@@ -401,20 +406,20 @@ class Registry:
 
     def __init__(self, settings: ProxySettings, clock: Callable[[], float]) -> None:
         self._settings, self._clock = settings, clock
-        self._instances: dict[tuple[Role, str], Instance] = {}
+        self._instances: dict[tuple[InstanceRole, str], Instance] = {}
         self._retired: list[Instance] = []
         self._picks = itertools.count(1)
-        self._numbers = {role: itertools.count(1) for role in Role}
+        self._numbers = {role: itertools.count(1) for role in InstanceRole}
         self.prefixes = PrefixTable(settings.affinity_prefixes)
 
-    def of(self, role: Role) -> list[Instance]:
+    def of(self, role: InstanceRole) -> list[Instance]:
         return [instance for (of_role, _), instance in self._instances.items() if of_role is role]
 
     @property
     def all(self) -> list[Instance]:
         return list(self._instances.values())
 
-    def add(self, role: Role, address: InstanceAddress) -> Instance:
+    def add(self, role: InstanceRole, address: InstanceAddress) -> Instance:
         """:raises ProxyError: 409, it is there already."""
         if (role, address.url) in self._instances:
             raise ProxyError(f"{role.value} instance {address.url} is there already", 409)
@@ -422,7 +427,7 @@ class Registry:
         self._instances[role, address.url] = made
         return made
 
-    def remove(self, role: Role, url: str) -> Instance:
+    def remove(self, role: InstanceRole, url: str) -> Instance:
         """Send an engine no more requests. :raises ProxyError: 404, there is none."""
         instance = self._instances.pop((role, url), None)
         if instance is None:
@@ -444,7 +449,7 @@ class Registry:
 
     def pick(
         self,
-        role: Role,
+        role: InstanceRole,
         beginnings: Sequence[int],
         tokens: int,
         tried: Collection[Instance] = (),

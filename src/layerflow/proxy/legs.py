@@ -72,7 +72,7 @@ async def post(
             await response.aclose()
     except (httpx.LocalProtocolError, httpx.InvalidURL) as error:
         # The client's headers: nothing was sent.
-        raise UpstreamError(f"the request cannot be passed on: {error}", 400, judged=True, counts=False) from error
+        raise UpstreamError(f"the request cannot be passed on: {error}", 400, rejected=True, counts=False) from error
     except httpx.TimeoutException as error:
         raise UpstreamError(f"{engine} did not accept a connection in time ({type(error).__name__})", 504) from error
     except (httpx.HTTPError, httpx.StreamError) as error:
@@ -96,13 +96,13 @@ async def read_answer(engine: str, response: httpx.Response, most: int, idle_tim
 async def _read(response: httpx.Response, most: int, idle_timeout_s: float) -> bytearray | None:
     """The body, or its beginning if it has more than `most` bytes; None if it stops coming."""
     content = bytearray()
-    with anyio.CancelScope(deadline=anyio.current_time() + idle_timeout_s) as patience:
+    with anyio.CancelScope(deadline=anyio.current_time() + idle_timeout_s) as scope:
         async for piece in response.aiter_raw():
             content += piece
             if len(content) > most:
                 break
-            patience.deadline = anyio.current_time() + idle_timeout_s
-    return None if patience.cancelled_caught else content
+            scope.deadline = anyio.current_time() + idle_timeout_s
+    return None if scope.cancelled_caught else content
 
 
 async def _send(instance: Instance, path: str, body: bytes, headers: Headers) -> httpx.Response:
@@ -130,7 +130,7 @@ async def _refusal(engine: str, response: httpx.Response, idle_timeout_s: float)
     return UpstreamError(
         f"{engine} answered HTTP {status}: {told}".rstrip(": "),
         status,
-        judged=status < 500 and status not in _ELSEWHERE,
+        rejected=status < 500 and status not in _ELSEWHERE,
         counts=status >= 500,
         body=bytes(body) if body.lstrip()[:1] == b"{" and len(body) <= _REFUSAL_BYTES else None,
     )
@@ -162,7 +162,7 @@ class _Words(msgspec.Struct):
     message: str = ""
 
 
-class _Ended(msgspec.Struct):
+class _EngineError(msgspec.Struct):
     """The error with which an engine has ended a request."""
 
     error: _Words
@@ -235,7 +235,7 @@ def reported(engine: str, body: bytes, error: Any) -> UpstreamError:
     return UpstreamError(
         f"{engine} reported an error: {body[:200].decode(errors='replace')}",
         status,
-        judged=status < 500,
+        rejected=status < 500,
         counts=status >= 500,
         body=body,
     )
@@ -248,7 +248,7 @@ def of_a_handoff(engine: str, error: UpstreamError) -> UpstreamError:
     prompt is longer than ``pd.max_recompute_tokens``. The engine is well, and the request may be sent again: 503.
     """
     try:
-        told = msgspec.json.decode(error.body or b"", type=_Ended).error
+        told = msgspec.json.decode(error.body or b"", type=_EngineError).error
     except NOT_JSON:
         return error
     if error.status != _VLLM_ENDED or told.message != _VLLM_SAYS:
@@ -306,7 +306,7 @@ class PrefillUsage:
             self._answered = anyio.Event()
         self._expected += 1
 
-    def settle(self, cached: int | None) -> None:
+    def prefill_ended(self, cached: int | None) -> None:
         """Note a prefill's end; None: it failed, or does not say (vLLM without ``--enable-prompt-tokens-details``)."""
         if cached is not None:
             self._cached = (self._cached or 0) + cached
@@ -375,7 +375,7 @@ class DecodeCall:
 async def decode(
     instance: Instance,
     call: DecodeCall,
-    outlet: ResponseSink,
+    sink: ResponseSink,
     *,
     usage: PrefillUsage,
     settings: ProxySettings,
@@ -389,14 +389,14 @@ async def decode(
 
     :param usage: what the prefill found cached.
     :param first_token: called once, when the first token is there.
-    :raises UpstreamError: see `outlet.begun` whether the client has got something.
+    :raises UpstreamError: see `sink.begun` whether the client has got something.
     """
     with instance.breaker.watch(), instance.given_up_when_down() as answered:
-        leg = _Leg(instance, call, outlet, usage, settings, first_token, answered)
+        leg = _Leg(instance, call, sink, usage, settings, first_token, answered)
         try:
             await (_stream if call.stream else _whole)(leg)
         except UpstreamError as error:
-            if not call.handoff or outlet.begun:
+            if not call.handoff or sink.begun:
                 raise
             raise of_a_handoff(leg.engine, error) from error
 
@@ -410,7 +410,7 @@ class _Leg:
 
     instance: Instance
     call: DecodeCall
-    outlet: ResponseSink
+    sink: ResponseSink
     usage: PrefillUsage
     settings: ProxySettings
     first_token: Callable[[], None]
@@ -433,22 +433,22 @@ class _Leg:
 
 
 async def _whole(leg: _Leg) -> None:
-    outlet, usage, settings = leg.outlet, leg.usage, leg.settings
+    sink, usage, settings = leg.sink, leg.usage, leg.settings
     async with leg.post() as response:
         content = await read_answer(leg.engine, response, settings.max_request_bytes, settings.idle_timeout_s)
         answer = whole_answer(leg.engine, content)
         cached = await usage.cached_tokens()
         await anyio.lowlevel.checkpoint_if_cancelled()
         leg.began()
-        await outlet.whole(with_cached(answer, cached), passed_on(response.headers.raw))
+        await sink.whole(with_cached(answer, cached), passed_on(response.headers.raw))
 
 
 async def _stream(leg: _Leg) -> None:
-    outlet, usage, settings = leg.outlet, leg.usage, leg.settings
+    sink, usage, settings = leg.sink, leg.usage, leg.settings
     deadline = anyio.current_time() + settings.first_token_timeout_s
     check, waited_s = StreamCheck(leg.engine), settings.first_token_timeout_s
     begun = False
-    with anyio.CancelScope(deadline=deadline) as patience:
+    with anyio.CancelScope(deadline=deadline) as scope:
         async with _complete_at_done(check), leg.post() as response:
             _check_type(leg.engine, response)
             headers = passed_on(response.headers.raw)
@@ -475,21 +475,21 @@ async def _stream(leg: _Leg) -> None:
                 except UpstreamError as error:
                     failure = error
                 # A first token that came together with the end of the engine is not sent: another one may start.
-                if begun and held and (failure is None or outlet.begun):
-                    patience.deadline = math.inf  # the client's time is not the engine's
+                if begun and held and (failure is None or sink.begun):
+                    scope.deadline = math.inf  # the client's time is not the engine's
                     await anyio.lowlevel.checkpoint_if_cancelled()
-                    await outlet.events(held, headers)
+                    await sink.events(held, headers)
                     held, held_bytes = [], 0
                 if failure is not None:
                     raise failure
                 if len(held) > _MOST_HELD or held_bytes > settings.max_request_bytes:
                     raise UpstreamError(f"{leg.engine} sent {len(held)} events without a token", counts=False)
                 if check.done:
-                    patience.deadline = anyio.current_time() + _LAST_CHUNK_S
+                    scope.deadline = anyio.current_time() + _LAST_CHUNK_S
                 elif begun:
-                    patience.deadline = anyio.current_time() + waited_s
+                    scope.deadline = anyio.current_time() + waited_s
             check.ended(parser.unfinished)
-    if patience.cancelled_caught and not check.done:
+    if scope.cancelled_caught and not check.done:
         raise UpstreamError(f"{leg.engine} sent nothing for {waited_s:g} s", 504)
 
 

@@ -16,7 +16,7 @@ from layerflow.proxy.answers import DONE, ClientGone, ClientResponse, Event, Res
 from layerflow.proxy.context import ProxyContext, RequestRoute
 from layerflow.proxy.exchange import Exchange
 from layerflow.proxy.hosts import check_hosts
-from layerflow.proxy.instances import Instance, Role
+from layerflow.proxy.instances import Instance, InstanceRole
 from layerflow.proxy.metaserver import DecodeRequest, PrefillJob
 from layerflow.proxy.request import NOT_JSON, ClientRequest, Headers, decoder_alone
 
@@ -35,18 +35,18 @@ async def concurrent(exchange: Exchange) -> None:
     failure: UpstreamError | None = None
     while True:
         try:
-            prefiller = exchange.pick(Role.PREFILL, tried)
+            prefiller = exchange.pick(InstanceRole.PREFILL, tried)
         except ProxyError as none:
             return await exchange.recompute(failure or none)
         failure = await _attempt_prefill(exchange, prefiller)
         if failure is None:
             return None
-        if failure.judged:
+        if failure.rejected:
             raise failure
         tried.append(prefiller)
         if len(tried) > exchange.prefill_retries:
             return await exchange.recompute(failure)
-        exchange.context.metrics.retries.labels(Role.PREFILL.value).inc()
+        exchange.context.metrics.retries.labels(InstanceRole.PREFILL.value).inc()
 
 
 async def _attempt_prefill(exchange: Exchange, prefiller: Instance) -> UpstreamError | None:
@@ -77,10 +77,10 @@ async def _attempt_prefill(exchange: Exchange, prefiller: Instance) -> UpstreamE
     async def prefill_leg() -> None:
         nonlocal lost
         try:
-            await exchange.prefill(prefiller, asked, exchange.leg_id(Role.PREFILL))
+            await exchange.prefill(prefiller, asked, exchange.leg_id(InstanceRole.PREFILL))
         except UpstreamError as error:
             # Once the client has a token the decoder has the whole prompt, and needs no prefill any more.
-            if not exchange.outlet.begun:
+            if not exchange.sink.begun:
                 lost = error
                 tasks.cancel_scope.cancel()
 
@@ -122,7 +122,7 @@ async def decode_first(exchange: Exchange) -> None:
     try:
         await exchange.decode_anywhere(attempt)
     except _PrefillLost as lost:
-        if isinstance(lost.reason, UpstreamError) and lost.reason.judged:
+        if isinstance(lost.reason, UpstreamError) and lost.reason.rejected:
             raise lost.reason from None
         await exchange.recompute(lost.reason)
 
@@ -141,10 +141,10 @@ async def _attempt_decode(exchange: Exchange, decoder: Instance, request_id: str
         try:
             await check_hosts(posted, {*decoder.hosts, source} - {""}, decoder.resolver)
             base_id = f"{request_id}-{prompt}" if request.prompts else request_id
-            await child.prefill_anywhere(posted, lambda: exchange.leg_id(Role.PREFILL, base_id))
+            await child.prefill_anywhere(posted, lambda: exchange.leg_id(InstanceRole.PREFILL, base_id))
         except ProxyError as error:
             job.end(error)
-            if not exchange.outlet.begun:
+            if not exchange.sink.begun:
                 ended = _PrefillLost(error)
                 tasks.cancel_scope.cancel()
         else:
@@ -185,9 +185,9 @@ async def prefill_first(exchange: Exchange) -> None:
     :raises ProxyError: neither a prefill nor a decode engine could do it, or one of them refused it.
     """
     try:
-        done = await exchange.prefill_anywhere(_ASKED, lambda: exchange.leg_id(Role.PREFILL))
+        done = await exchange.prefill_anywhere(_ASKED, lambda: exchange.leg_id(InstanceRole.PREFILL))
     except UpstreamError as error:
-        if error.judged:
+        if error.rejected:
             raise
         return await exchange.recompute(error)
     except ProxyError as none:
@@ -220,7 +220,7 @@ async def serve_list(request: ClientRequest, response: ClientResponse, serve: Se
         try:
             for number, prompt in waiting:
                 part = request.with_prompt(prompt, f"{request.request_id}-{number}")
-                await serve(part, _Part(merged, number))
+                await serve(part, _PromptSink(merged, number))
         except (ProxyError, ClientGone) as error:
             ended = ended or error
             tasks.cancel_scope.cancel()
@@ -295,7 +295,7 @@ class _Merged:
         return {**merged, "choices": choices} | ({"usage": usage} if usage else {})
 
 
-class _Part:
+class _PromptSink:
     """The outlet of one prompt."""
 
     def __init__(self, merged: _Merged, number: int) -> None:
@@ -341,8 +341,8 @@ async def serve(context: ProxyContext, request: ClientRequest, response: ClientR
     :raises ProxyError: it cannot be answered.
     """
 
-    async def serve_prompt(part: ClientRequest, outlet: ResponseSink) -> None:
-        await _serve_prompt(context, part, outlet)
+    async def serve_prompt(part: ClientRequest, sink: ResponseSink) -> None:
+        await _serve_prompt(context, part, sink)
 
     apart = request.prompts and context.settings.order != "decode-first" and decoder_alone(request.body) is None
     if apart:
@@ -351,8 +351,8 @@ async def serve(context: ProxyContext, request: ClientRequest, response: ClientR
         await serve_prompt(request, response)
 
 
-async def _serve_prompt(context: ProxyContext, request: ClientRequest, outlet: ResponseSink) -> None:
-    exchange = Exchange(context, request, outlet)
+async def _serve_prompt(context: ProxyContext, request: ClientRequest, sink: ResponseSink) -> None:
+    exchange = Exchange(context, request, sink)
     reason = decoder_alone(request.body)
     if reason is None and context.short_prompts.choose(exchange.tokens) is RequestRoute.ALONE:
         reason = "short"
@@ -360,5 +360,5 @@ async def _serve_prompt(context: ProxyContext, request: ClientRequest, outlet: R
         await _ORDERS[context.settings.order](exchange)
         return
     context.metrics.skipped.labels(reason).inc()
-    exchange.way = RequestRoute.ALONE.value
+    exchange.route = RequestRoute.ALONE.value
     await exchange.decode_alone()

@@ -24,7 +24,7 @@ from layerflow.config.proxy import InstanceAddress, ProxySettings, instance_addr
 from layerflow.errors import ProxyError
 from layerflow.proxy.answers import ClientGone, ClientResponse, Send, error_body
 from layerflow.proxy.context import AbortReason, OpenRequest, ProxyContext
-from layerflow.proxy.instances import Instance, Role
+from layerflow.proxy.instances import Instance, InstanceRole
 from layerflow.proxy.legs import engine_headers, passed_on
 from layerflow.proxy.metaserver import read_posted
 from layerflow.proxy.orders import serve
@@ -173,12 +173,12 @@ class Admin:
         well = all(outcome == "ok" for outcome in outcomes.values())
         return JSONResponse({"status": "ok" if well else "failed", "instances": outcomes}, 200 if well else 502)
 
-    async def _read(self, request: Request) -> tuple[Role, list[InstanceAddress]]:
+    async def _read(self, request: Request) -> tuple[InstanceRole, list[InstanceAddress]]:
         check_operator(request, self._context.settings.admin_token)
         raw = await read_small_body(request.receive, self._context.settings)
         try:
             asked: Any = msgspec.json.decode(raw)
-            role = Role(asked["type"])
+            role = InstanceRole(asked["type"])
             named = asked["instances"]
             addresses = instance_addresses(",".join([named] if isinstance(named, str) else named))
         except (*NOT_JSON, KeyError, TypeError, ValueError) as error:
@@ -190,7 +190,7 @@ class Admin:
         return role, addresses
 
     def _listed(self) -> Response:
-        listed = {role.value: [instance.url for instance in self._context.instances.of(role)] for role in Role}
+        listed = {role.value: [instance.url for instance in self._context.instances.of(role)] for role in InstanceRole}
         return JSONResponse({"status": "ok", **listed})
 
 
@@ -283,14 +283,14 @@ class Info:
     async def health(self, request: Request) -> Response:
         """200 while requests are taken and a decoder is there; else 503, so that a load balancer sends nothing new."""
         context, addresses = self._context, self._is_operator(request)
-        sides = {role: context.instances.of(role) for role in Role}
+        sides = {role: context.instances.of(role) for role in InstanceRole}
         told = {
             role.value: [instance.describe(addresses=addresses) for instance in found] for role, found in sides.items()
         }
         status = "ok"
         if context.draining:
             status = "draining"
-        elif not any(instance.usable or instance.last_resort for instance in sides[Role.DECODE]):
+        elif not any(instance.usable or instance.last_resort for instance in sides[InstanceRole.DECODE]):
             status = "no decode instance"
         content = {
             "status": status,
@@ -312,7 +312,7 @@ class Info:
         most = self._context.settings.max_request_bytes
         while True:
             try:
-                instance = self._context.instances.pick(Role.DECODE, (), 0, tried)
+                instance = self._context.instances.pick(InstanceRole.DECODE, (), 0, tried)
             except ProxyError as error:
                 return refusal(error)
             try:

@@ -86,13 +86,13 @@ class EngineNames:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Session:
+class BaseSession:
     """Whoever has said hello on a control socket.
 
     :param name: what it is called in status and logs.
     :param rights: what it may do.
     :param account: what it makes the server keep.
-    :param heard: when it last said anything, monotonic seconds.
+    :param heard_at: when it last said anything, monotonic seconds.
     :param silent: it missed its heartbeats.
     """
 
@@ -102,12 +102,12 @@ class Session:
     pid: int
     rights: Rights
     account: Account
-    heard: float
+    heard_at: float
     silent: bool = False
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Reader(Session):
+class Reader(BaseSession):
     """A server that reads from this one's arena.
 
     :param leases: numbers of those that it holds.
@@ -121,7 +121,7 @@ class Reader(Session):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class ClientSession(Session):
+class ClientSession(BaseSession):
     """One client: an engine worker (with `memory`) or one that only looks things up.
 
     An engine worker that is silent still owns what it may write to; only the fd server says that it cannot write any
@@ -135,7 +135,7 @@ class ClientSession(Session):
     :param entered_at: when, monotonic seconds.
     :param direct: it moves bytes past the arena.
     :param open_steps: by number, the bytes that each of its unfinished steps asked to be moved.
-    :param leases: by request, when the lease of its last hit runs out (monotonic seconds).
+    :param hit_leases: by request, when the lease of its last hit runs out (monotonic seconds).
     :param resets: how often its engine's weights were replaced.
     :param pinned: how many bytes of the arena it has pinned for its device; -1 = it has none to pin them for.
     """
@@ -150,7 +150,7 @@ class ClientSession(Session):
     entered: bool = False
     entered_at: float = 0.0
     open_steps: dict[int, int] = field(default_factory=dict)
-    leases: dict[str, float] = field(default_factory=dict)
+    hit_leases: dict[str, float] = field(default_factory=dict)
     resets: int = 0
     pinned: int = -1
     figures: SessionFigures = field(default_factory=SessionFigures)
@@ -211,7 +211,7 @@ class Sessions:
             pid=pid,
             rights=rights,
             account=account,
-            heard=now,
+            heard_at=now,
         )
         self._by_number[session.number] = session
         self._by_address[address] = session
@@ -227,7 +227,7 @@ class Sessions:
             pid=pid,
             rights=rights,
             account=self.accounts.of(address),
-            heard=now,
+            heard_at=now,
         )
         self._by_address[address] = reader
         return reader
@@ -396,7 +396,7 @@ class Clients:
         most = self._settings().server.max_clients
         if len(connections) < most:
             return
-        idle = min((s for s in connections if not s.at_fd_server), key=lambda s: s.heard, default=None)
+        idle = min((s for s in connections if not s.at_fd_server), key=lambda s: s.heard_at, default=None)
         if idle is None:
             raise ProtocolError(f"server.max_clients = {most} clients without memory are connected; close some")
         self._lose_session(idle, "too_many")
@@ -469,5 +469,5 @@ class Clients:
             if not session.silent:
                 session.silent = True
                 self._log.warning("session_silent", session=session.number, engine=session.name, pid=session.pid)
-        elif not session.at_fd_server and time.monotonic() - session.heard > IDLE_S:
+        elif not session.at_fd_server and time.monotonic() - session.heard_at > IDLE_S:
             self._lose_session(session, "idle")

@@ -25,6 +25,7 @@ from layerflow.flow.commands import (
     LoadFailed,
     LoadsDone,
     ObjectsLost,
+    ObjectsPublished,
     Release,
     Revoke,
     RoomFreed,
@@ -34,12 +35,11 @@ from layerflow.flow.commands import (
     TransferDone,
     WakeAt,
     WriteBegun,
-    Written,
 )
 from layerflow.flow.events import BatchDone, Event, FrontierReached, Hop, Limits, Tick
 from layerflow.observe.metrics import Metrics
 from layerflow.pool.base import Pool
-from layerflow.server.incoming import Follows, IncomingObjects
+from layerflow.server.incoming import IncomingObjects, IncomingSaves
 from layerflow.server.planner import MOST_UNCLAIMED, StepRecord
 from layerflow.wire.messages import (
     BROKEN,
@@ -56,7 +56,7 @@ from layerflow.wire.messages import (
 
 if TYPE_CHECKING:
     from layerflow.server.handoffs.registry import Handoffs
-    from layerflow.server.sources import Sources
+    from layerflow.server.sources import ObjectSources
 
 
 class Driver:
@@ -78,10 +78,10 @@ class Driver:
         step_done: Callable[[StepDone], None],
     ) -> None:
         self.flow = Flow(limits)
-        self.tier: Sources | None = None
+        self.tier: ObjectSources | None = None
         self.unclaimed: ExpiringSet[bytes] = ExpiringSet(MOST_UNCLAIMED)
         self.incoming = IncomingObjects(pool, self.emit)
-        self.follows = Follows(self.incoming, self._part_of)
+        self.follows = IncomingSaves(self.incoming, self._part_of)
         self.handoffs: Handoffs | None = None
         self._pool = pool
         self._metrics = metrics
@@ -231,7 +231,7 @@ class Driver:
                 self.incoming.obey(command)
             case Call() | ObjectsLost() | TransferDone() if command.hop is not Hop.WRITE:
                 self.incoming.obey(command)
-            case Call() | ObjectsLost() | TransferDone() | WriteBegun() | Written():
+            case Call() | ObjectsLost() | TransferDone() | WriteBegun() | ObjectsPublished():
                 assert self.tier is not None
                 self.tier.obey(command)
             case WakeAt():
@@ -254,7 +254,9 @@ class Driver:
         step = (command.session, command.step)
         book = self._books[step]
         if not book.direct:
-            self._settle(step, book, [key for part in command.parts for key in book.save_keys[part]], committed, reason)
+            self._commit_or_revoke(
+                step, book, [key for part in command.parts for key in book.save_keys[part]], committed, reason
+            )
         if reason == SHED:
             self._metrics.saves_shed(len(command.parts))
         elif not committed:
@@ -262,7 +264,9 @@ class Driver:
         positions = [book.save_parts[part] for part in command.parts]
         self._notice(command.session).stored.append(Stored(command.step, positions, committed, reason))
 
-    def _settle(self, step: tuple[int, int], book: StepRecord, keys: list[bytes], committed: bool, reason: str) -> None:
+    def _commit_or_revoke(
+        self, step: tuple[int, int], book: StepRecord, keys: list[bytes], committed: bool, reason: str
+    ) -> None:
         if committed:
             self._pool.commit(keys, book.owner)
             if self.unclaimed:
@@ -273,7 +277,7 @@ class Driver:
             if self.tier is not None:
                 self.tier.committed(step, keys)
         else:
-            self.follows.withdraw(keys, book.owner, reason)
+            self.follows.revoke_reservations(keys, book.owner, reason)
             if self.handoffs is not None:
                 self.handoffs.lost(keys, reason)
             if book.in_turns:

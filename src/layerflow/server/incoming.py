@@ -158,7 +158,7 @@ class IncomingObjects:
                 self.pool.revoke([job.keys[position] for position in command.objects], job.owner)
             case TransferDone():
                 job.done = True
-                if isinstance(job, FetchJob):  # of a follow, readers may be at the room of what is lost
+                if isinstance(job, IncomingFetchJob):  # of a follow, readers may be at the room of what is lost
                     self._end_leases(job, list(job.leases))
         # Waking who waited for its objects may have ended the job already: the core is told once.
         if job.done and not job.left and self.jobs.pop(job.number, None) is not None:
@@ -182,18 +182,18 @@ class IncomingObjects:
         if self._waiting:
             for left, _ in self._waiting:
                 left.difference_update(keys)
-            done = [then for left, then in self._waiting if not left]
+            done = [on_done for left, on_done in self._waiting if not left]
             self._waiting = [each for each in self._waiting if each[0]]
-            for then in done:
-                then()
+            for on_done in done:
+                on_done()
 
-    def when_come(self, keys: Iterable[bytes], then: Callable[[], None]) -> None:
-        """Call `then` once none of these is on its way any more, whatever became of it; perhaps at once."""
+    def when_come(self, keys: Iterable[bytes], on_done: Callable[[], None]) -> None:
+        """Call `on_done` once none of these is on its way any more, whatever became of it; perhaps at once."""
         left = {key for key in keys if key in self.coming}
         if left:
-            self._waiting.append((left, then))
+            self._waiting.append((left, on_done))
         else:
-            then()
+            on_done()
 
     def lease(self, keys: Iterable[bytes], owner: Owner, until: float) -> None:
         """Pin for `owner`, once they have come, those of these that are fetched."""
@@ -202,7 +202,7 @@ class IncomingObjects:
         by_job: dict[IncomingJob, set[bytes]] = {}
         for key in keys:
             coming = self.coming.get(key)
-            if coming is not None and isinstance(coming.job, FetchJob):
+            if coming is not None and isinstance(coming.job, IncomingFetchJob):
                 by_job.setdefault(coming.job, set()).add(key)
         self.take_lease(by_job, owner, until)
 
@@ -276,14 +276,14 @@ class IncomingObjects:
         return before - self._fetched()
 
     def _fetched(self) -> int:
-        return sum(isinstance(each.job, FetchJob) for each in self.coming.values())
+        return sum(isinstance(each.job, IncomingFetchJob) for each in self.coming.values())
 
 
 # Fetched by a host.
 
 
 @dataclass(slots=True, eq=False)
-class FetchJob(IncomingJob):
+class IncomingFetchJob(IncomingJob):
     """One fetch; its objects by position."""
 
     objects: list[NewObject] = field(default_factory=list)
@@ -303,7 +303,7 @@ class AtPeer:
     available: int = -1
 
 
-class Fetches(IncomingSource):
+class IncomingFetches(IncomingSource):
     """What one host fetches.
 
     :param send: to the host; False = there is none.
@@ -360,7 +360,9 @@ class Fetches(IncomingSource):
         if not placed:
             return 0
         mine = [new for new, _ in placed]
-        job = FetchJob(number, self, [new.key for new in mine], tuple(layers), set(range(len(mine))), objects=mine)
+        job = IncomingFetchJob(
+            number, self, [new.key for new in mine], tuple(layers), set(range(len(mine))), objects=mine
+        )
         told = describe(placed, len(layers))
         if at_peer is not None:
             positions = pack_u32([at_peer.positions[key] for key in job.keys])
@@ -374,7 +376,7 @@ class Fetches(IncomingSource):
         self._incoming.emit([FetchOpened(number, engine, job.layers, items, available, self._hop)])
         return number
 
-    def heard(self, message: Fetched) -> None:
+    def call_ended(self, message: Fetched) -> None:
         """The host has ended a call."""
         job = self._incoming.jobs.get(message.id)
         if job is None or job.source is not self:
@@ -394,7 +396,7 @@ class Fetches(IncomingSource):
                 lo, hi, layer_lo, layer_hi = command.lo, command.hi, command.layer_lo, command.layer_hi
                 self._send(Pull(command.transfer, command.call, lo, hi, layer_lo, layer_hi))
             case Arrived():
-                assert isinstance(job, FetchJob)
+                assert isinstance(job, IncomingFetchJob)
                 self.fetched_objects += len(command.objects)
                 self.fetched_bytes += sum(job.objects[position].nbytes for position in command.objects)
                 self._incoming.pool.commit([job.keys[position] for position in command.objects], job.owner)
@@ -432,14 +434,14 @@ MOST_ALLOWED = 1 << 18
 
 
 @dataclass(slots=True, eq=False)
-class FollowJob(IncomingJob):
+class IncomingSaveJob(IncomingJob):
     """One follow.
 
-    :param promised: no step saves its objects yet.
+    :param unclaimed: no step saves its objects yet.
     :param stored: so many leading layers are.
     """
 
-    promised: bool = False
+    unclaimed: bool = False
     stored: int = 0
 
 
@@ -456,7 +458,7 @@ class LentListener(Protocol):
         """Objects will not be complete."""
 
 
-class Follows(IncomingSource):
+class IncomingSaves(IncomingSource):
     """All follows of a server.
 
     :param part_of: of an object that a step saves, the position of its save part; None = the step saves it no more.
@@ -470,7 +472,7 @@ class Follows(IncomingSource):
         super().__init__(incoming)
         self._part_of = part_of
         # By key, what loads may read although perhaps nobody will store it: its follow, and its position there.
-        self._held: dict[bytes, tuple[FollowJob, int]] = {}
+        self._held: dict[bytes, tuple[IncomingSaveJob, int]] = {}
         self._allowed: ExpiringSet[tuple[str, str]] = ExpiringSet(MOST_ALLOWED)  #: engine and request
         self.objects = 0
 
@@ -503,7 +505,7 @@ class Follows(IncomingSource):
         :param layers: the model's layer numbers of the group.
         """
         saved: dict[StepKey, dict[bytes, int]] = {}
-        promised: list[bytes] = []
+        unclaimed: list[bytes] = []
         for key in keys:
             writer = self._incoming.pool.writer(key) if key not in self._held else None
             match writer:
@@ -512,21 +514,21 @@ class Follows(IncomingSource):
                     if part is not None:
                         saved.setdefault((session, step), {})[key] = part
                 case ("handoff", _, _):
-                    promised.append(key)
+                    unclaimed.append(key)
         events = [_opened(self._begin(parts, layers), parts, group, step) for step, parts in saved.items()]
-        if promised:
-            job = self._begin(promised, layers, promised=True)
-            events.append(FollowOpened(job.number, job.layers, len(promised)))
+        if unclaimed:
+            job = self._begin(unclaimed, layers, unclaimed=True)
+            events.append(FollowOpened(job.number, job.layers, len(unclaimed)))
         self._incoming.emit(events)
 
     # Other servers -------------------------------------------------------------------------------
 
     def lend(
         self, keys: Sequence[bytes], group: int, layers: Sequence[int], owner: Owner
-    ) -> list[tuple[IncomingObject, FollowJob] | None]:
+    ) -> list[tuple[IncomingObject, IncomingSaveJob] | None]:
         """Follow these for a reader at another server, as far as somebody stores them or keeps room.
 
-        :param owner: has them leased until :meth:`give_back`.
+        :param owner: has them leased until :meth:`stop_lending`.
         """
         self.open([key for key in keys if key not in self._incoming.coming], group, layers)
         found = [(coming, self._held[key][0]) if (coming := self.coming(key)) else None for key in keys]
@@ -537,24 +539,24 @@ class Follows(IncomingSource):
         self._incoming.take_lease(by_job, owner, math.inf, lent=True)
         return found
 
-    def give_back(self, owner: Owner) -> None:
+    def stop_lending(self, owner: Owner) -> None:
         """Nothing that this owner was lent is read any more."""
         self._incoming.drop_lease(owner)
 
     # Saves ---------------------------------------------------------------------------------------
 
-    def adopted(self, step: StepKey, group: int, parts: Mapping[bytes, int]) -> list[Event]:
+    def reservations_taken(self, step: StepKey, group: int, parts: Mapping[bytes, int]) -> list[Event]:
         """A step saves these objects of one group now: what the core is told once it knows of the step.
 
         :param parts: of each object, its position in the step's saves.
         """
         if not self._held:
             return []
-        by_job: dict[FollowJob, dict[int, bytes]] = {}
+        by_job: dict[IncomingSaveJob, dict[int, bytes]] = {}
         for key in parts:
             if self.coming(key) is not None:
                 job, position = self._held[key]
-                if job.promised:
+                if job.unclaimed:
                     by_job.setdefault(job, {})[position] = key
         events: list[Event] = []
         for job, mine in by_job.items():
@@ -566,18 +568,18 @@ class Follows(IncomingSource):
             events += [opened, FollowMoved(job.number, tuple(mine), heir.number)]
         return events
 
-    def withdraw(self, keys: Sequence[bytes], owner: Owner, reason: str) -> None:
+    def revoke_reservations(self, keys: Sequence[bytes], owner: Owner, reason: str) -> None:
         """Take back the room of objects that nobody will store: it returns once no load touches it."""
         pool = self._incoming.pool
         free = [key for key in keys if key not in self._held]
         if free:
             pool.revoke(free, owner)
-        lost: dict[FollowJob, list[tuple[int, str]]] = {}
+        lost: dict[IncomingSaveJob, list[tuple[int, str]]] = {}
         for key in keys:
             if key in self._held:
                 job, position = self._held[key]
-                pool.transfer([key], owner, job.owner)
-                if job.promised and key in self._incoming.coming:
+                pool.transfer_reservations([key], owner, job.owner)
+                if job.unclaimed and key in self._incoming.coming:
                     lost.setdefault(job, []).append((position, reason))
         self._incoming.emit([IncomingFailed(job.number, tuple(failed)) for job, failed in lost.items()])
 
@@ -585,7 +587,7 @@ class Follows(IncomingSource):
 
     def obey(self, job: IncomingJob, command: IncomingCommand) -> None:
         """Tell who lends its objects what becomes of them."""
-        assert isinstance(job, FollowJob)
+        assert isinstance(job, IncomingSaveJob)
         match command:
             case Arrived():
                 keys = [job.keys[position] for position in command.objects]
@@ -606,16 +608,16 @@ class Follows(IncomingSource):
 
     # ---------------------------------------------------------------------------------------------
 
-    def _lent_of(self, job: FollowJob, keys: Sequence[bytes]) -> Iterator[tuple[Owner, list[bytes]]]:
+    def _lent_of(self, job: IncomingSaveJob, keys: Sequence[bytes]) -> Iterator[tuple[Owner, list[bytes]]]:
         """Yield whom a job is lent to, and those of these keys that it was lent."""
         for owner, lease in list(job.leases.items()):
             if mine := [key for key in keys if key in lease.keys]:
                 yield owner, mine
 
-    def _begin(self, keys: Iterable[bytes], layers: Sequence[int], *, promised: bool = False) -> FollowJob:
+    def _begin(self, keys: Iterable[bytes], layers: Sequence[int], *, unclaimed: bool = False) -> IncomingSaveJob:
         mine = list(keys)
         number = next(self._incoming.numbers)
-        job = FollowJob(number, self, mine, tuple(layers), set(range(len(mine))), promised=promised)
+        job = IncomingSaveJob(number, self, mine, tuple(layers), set(range(len(mine))), unclaimed=unclaimed)
         self.objects += len(mine)
         room = [self._incoming.pool.room(key) for key in mine]
         self._incoming.add(job, [(place.offset, place.blocks) for place in room if place is not None])
@@ -624,7 +626,7 @@ class Follows(IncomingSource):
 
 
 def _opened(
-    job: FollowJob, parts: Mapping[bytes, int], group: int, step: StepKey, *, leased: bool = False
+    job: IncomingSaveJob, parts: Mapping[bytes, int], group: int, step: StepKey, *, leased: bool = False
 ) -> FollowOpened:
     """What the core is told of a follow of what a step saves."""
     return FollowOpened(job.number, job.layers, len(parts), *step, group, tuple(parts.values()), leased=leased)

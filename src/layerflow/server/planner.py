@@ -25,8 +25,8 @@ from layerflow.wire.packing import pack_u32, pack_u64
 
 if TYPE_CHECKING:
     from layerflow.server.handoffs.registry import Handoffs
-    from layerflow.server.incoming import Follows, IncomingObjects
-    from layerflow.server.sources import Sources
+    from layerflow.server.incoming import IncomingObjects, IncomingSaves
+    from layerflow.server.sources import ObjectSources
 
 
 # What planning a step results in, and what the server remembers of it while it is open.
@@ -72,7 +72,7 @@ class StepRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class PlannedStep:
     """The result of planning one step.
 
     :param events: what the core is to be told: the step, then what carries its saves on.
@@ -92,14 +92,14 @@ class Opening:
 
 def plan_loads(
     pool: Pool,
-    tier: Sources | None,
+    tier: ObjectSources | None,
     session: ClientSession,
     *,
     book: StepRecord,
     loads: list[CheckedPart],
     handoffs: Handoffs,
     incoming: IncomingObjects,
-    follows: Follows,
+    follows: IncomingSaves,
 ) -> tuple[list[PlanPart], list[Part], set[str], list[Covered]]:
     """Pin what is in the arena; follow or fetch what is not.
 
@@ -113,7 +113,7 @@ def plan_loads(
     _follow(follows, session, loads, located)
     if tier is not None:
         lacking = [key for wanted, found in zip(loads, located, strict=True) for key in _missing(wanted, found)]
-        handoffs.give_back(session.engine, [key for key in lacking if follows.coming(key) is None])
+        handoffs.cancel_reservations(session.engine, [key for key in lacking if follows.coming(key) is None])
         _bring(tier, incoming, session, loads, located)
     plans: list[PlanPart] = []
     parts: list[Part] = []
@@ -162,7 +162,7 @@ def take_over(
     parts: list[Part] = []
     at: dict[int, int] = {}
     for part, wanted in zip(message.loads, loads, strict=True):
-        places = pool.share(plan_owner(session.engine, part.plan), wanted.keys, book.owner)
+        places = pool.copy_pins(plan_owner(session.engine, part.plan), wanted.keys, book.owner)
         counts = wanted.counts.tolist()
         if places is None or any(count > place.blocks for count, place in zip(counts, places, strict=True)):
             pool.release(book.owner)
@@ -183,7 +183,7 @@ def _missing(wanted: CheckedPart, found: list[Located | None]) -> list[bytes]:
 
 
 def _follow(
-    follows: Follows, session: ClientSession, loads: list[CheckedPart], located: list[list[Located | None]]
+    follows: IncomingSaves, session: ClientSession, loads: list[CheckedPart], located: list[list[Located | None]]
 ) -> None:
     """Follow what the arena lacks and somebody is storing, for requests that have hit it so."""
     spec = session.spec
@@ -195,7 +195,7 @@ def _follow(
 
 
 def _bring(
-    tier: Sources,
+    tier: ObjectSources,
     incoming: IncomingObjects,
     session: ClientSession,
     loads: list[CheckedPart],
@@ -225,7 +225,7 @@ A worker whose saves are shed again and again would leave its share of every pro
 at the first object that is missing.
 """
 
-Adopt = Callable[[Sequence[NewObject], Owner], Mapping[bytes, int]]
+TakeReservations = Callable[[Sequence[NewObject], Owner], Mapping[bytes, int]]
 """Takes room over that a hand-off has kept: of those objects that have some, where it is."""
 
 
@@ -237,16 +237,16 @@ def plan_saves(
     bad: set[str],
     replicas: Sequence[Replica],
     unclaimed: Container[bytes],
-    adopt: Adopt,
+    take_reservations: TakeReservations,
 ) -> tuple[list[PlanPart], list[Part], int, dict[int, tuple[list[tuple[NewObject, int]], list[int]]]]:
     """The last of the results, by group: objects with their places, and each one's part."""
     plans, parts, full = [], [], 0
     placed: dict[int, tuple[list[tuple[NewObject, int]], list[int]]] = {}
     for position, (wanted, objects) in enumerate(saves):
         # What a request computes on top of a hit that is not there would be wrong: it is not stored.
-        turn = [replicas[wanted.group].stores(new.key) or new.key in unclaimed for new in objects]
+        turn = [replicas[wanted.group].is_writer(new.key) or new.key in unclaimed for new in objects]
         mine = [] if wanted.request in bad else [*compress(objects, turn)]
-        kept = adopt(mine, book.owner)
+        kept = take_reservations(mine, book.owner)
         room = pool.reserve(mine, book.owner)
         offsets = [NOWHERE] * len(objects)
         for at, place in zip(compress(range(len(objects)), turn), room, strict=False):
@@ -260,8 +260,8 @@ def plan_saves(
         if keys:
             book.save_parts.append(position)
             book.save_keys.append(keys)
-            promised = any(key in kept for key in keys)
-            parts.append(Part(wanted.request, wanted.group, blocks, promised=promised))
+            awaited = any(key in kept for key in keys)
+            parts.append(Part(wanted.request, wanted.group, blocks, awaited=awaited))
             stored, owners = placed.setdefault(wanted.group, ([], []))
             stored += [pair for pair in zip(objects, offsets, strict=True) if pair[1] != NOWHERE]
             owners += [len(parts) - 1] * len(keys)
@@ -271,7 +271,7 @@ def plan_saves(
 
 def plan_step(
     pool: Pool,
-    tier: Sources | None,
+    tier: ObjectSources | None,
     session: ClientSession,
     *,
     message: OpenStep,
@@ -280,8 +280,8 @@ def plan_step(
     unclaimed: Container[bytes],
     handoffs: Handoffs,
     incoming: IncomingObjects,
-    follows: Follows,
-) -> Opening:
+    follows: IncomingSaves,
+) -> PlannedStep:
     """Pin the objects to load, reserve room for those to save, and number the blocks.
 
     What the arena lacks is fetched from the tier.
@@ -310,7 +310,7 @@ def plan_step(
         bad=bad,
         replicas=replicas,
         unclaimed=unclaimed,
-        adopt=functools.partial(handoffs.adopt, session.engine),
+        take_reservations=functools.partial(handoffs.take_reservations, session.engine),
     )
     opened = StepOpened(
         session.number,
@@ -334,12 +334,12 @@ def plan_step(
             )
     for group, (objects, parts) in placed.items():
         saved = {new.key: part for (new, _), part in zip(objects, parts, strict=True)}
-        events += follows.adopted((session.number, message.step), group, saved)
+        events += follows.reservations_taken((session.number, message.step), group, saved)
     # Objects that other ranks load too stay leased for them, until the lease ends.
     loaded = [(wanted.request, wanted.keys) for wanted in loads if spec.shard.copy_of(wanted.group).copies == 1]
-    urgent = any(part.promised for part in save_parts)
+    urgent = any(part.awaited for part in save_parts)
     plan = Plan(message.step, load_plan, save_plan, covered, urgent)
-    return Opening(events, plan, book, loaded, full, len(bad))
+    return PlannedStep(events, plan, book, loaded, full, len(bad))
 
 
 # A step of a worker that moves bytes past the arena: the core schedules it as any other, the objects are the worker's.
@@ -347,7 +347,7 @@ def plan_step(
 # The worker has leased what it loads and allocated what it saves before it opens the step, and left out the rest.
 
 
-def plan_direct(session: ClientSession, message: OpenStep, checked: CheckedStep) -> Opening:
+def plan_direct(session: ClientSession, message: OpenStep, checked: CheckedStep) -> PlannedStep:
     """Number the blocks; nothing is pinned and nothing reserved, and offsets are 0.
 
     :raises ProtocolError: more blocks are wanted of an object than it holds.
@@ -369,7 +369,7 @@ def plan_direct(session: ClientSession, message: OpenStep, checked: CheckedStep)
     )
     load_plan = [PlanPart(_zeros(wanted), pack_u32(_held(spec, wanted))) for wanted in loads]
     plan = Plan(message.step, load_plan, [PlanPart(_zeros(wanted), b"") for wanted in saves])
-    return Opening([event], plan, book, [], full=0, missing=0)
+    return PlannedStep([event], plan, book, [], full=0, missing=0)
 
 
 def _part(wanted: CheckedPart) -> Part:

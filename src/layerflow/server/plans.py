@@ -97,8 +97,8 @@ class PinnedHits:
         if len(unused) >= MOST_UNUSED:
             self._end(min(unused, key=lambda other: other.number))
         for giver in (owner, lease_owner(plan.engine, request)):
-            self._pool.hand_over(giver, plan.owner, math.inf)
-        asker.leases[request] = math.inf
+            self._pool.transfer_pins(giver, plan.owner, math.inf)
+        asker.hit_leases[request] = math.inf
         self._plans[plan.number] = plan
         self._by_request.setdefault((plan.engine, request), set()).add(plan.number)
         return plan.number
@@ -148,7 +148,7 @@ class PinnedHits:
         plan.charge.release()
         mine = self._by_request[plan.engine, plan.request]
         mine.remove(plan.number)
-        leases = plan.asker.leases
+        leases = plan.asker.hit_leases
         # A plan that the client still has for the request, or a lookup since, counts as its lease.
         if leases.get(plan.request) == math.inf and all(self._plans[number].asker is not plan.asker for number in mine):
             if until is None:
@@ -160,4 +160,4 @@ class PinnedHits:
         if until is None:
             self._pool.release(plan.owner)
         else:
-            self._pool.hand_over(plan.owner, lease_owner(plan.engine, plan.request), until)
+            self._pool.transfer_pins(plan.owner, lease_owner(plan.engine, plan.request), until)

@@ -20,7 +20,7 @@ from layerflow.server.mailboxes import in_slices
 from layerflow.spec import ModelSpec, Shard
 
 if TYPE_CHECKING:
-    from layerflow.server.sources import Sources
+    from layerflow.server.sources import ObjectSources
     from layerflow.server.tier.tier import Tier
 
 
@@ -60,7 +60,7 @@ class LookupView:
         more = iter(self.also([key for key, here in zip(keys, there, strict=True) if not here]))
         return [here or next(more) for here in there]
 
-    def tails(self, parent: bytes, most: int = ANY_LENGTH, *, undigested: bool = False) -> Iterator[base.Tail]:
+    def tails(self, parent: bytes, most: int = ANY_LENGTH, *, undigested: bool = False) -> Iterator[base.StoredTail]:
         """Partial chunks that follow `parent`; parameters and order as of :meth:`.ChunkIndex.tails`."""
         others = self.covering.overlapping_keys(parent) if self.covering is not None else ()
         return merged_tails(
@@ -69,15 +69,15 @@ class LookupView:
             *(renamed(self.elsewhere.tails(other, most, undigested=undigested), parent) for other in others),
         )
 
-    def sharing(self, own: bytes) -> Iterator[base.SharedChunk]:
+    def sharing(self, prompt_blocks: bytes) -> Iterator[base.SharedChunk]:
         """Chunks that share leading blocks with a prompt; order as of :meth:`.ChunkIndex.sharing`."""
-        here = self.here.sharing(own) if self.here is not None else ()
-        return merged_sharing(here, self.elsewhere.sharing(own))
+        here = self.here.sharing(prompt_blocks) if self.here is not None else ()
+        return merged_sharing(here, self.elsewhere.sharing(prompt_blocks))
 
 
 def view_of_tier(
     pool: Pool | None,
-    tier: Tier | Sources,
+    tier: Tier | ObjectSources,
     found: frozenset[bytes] = frozenset(),
     unavailable: frozenset[bytes] = frozenset(),
     *,
@@ -134,7 +134,7 @@ FEW_CHUNKS = 16
 
 async def ask_tier(
     pool: Pool,
-    tier: Tier | Sources,
+    tier: Tier | ObjectSources,
     spec: ModelSpec,
     prompt: tuple[list[bytes], int, bytes],
     charge: Charge,
@@ -156,7 +156,7 @@ async def ask_tier(
     :param direct: for workers to whom the arena does not matter.
     :returns: the keys that the tier has, within ``pool.lookup_timeout_ms``.
     """
-    digests, tokens, own = prompt
+    digests, tokens, tail_digest = prompt
     until = time.monotonic() + tier.settings.lookup_timeout_ms / 1e3
     every = range(len(spec.groups))
     prefixes = [group for group in every if not spec.groups[group].rules.first_token(tokens)]
@@ -165,13 +165,13 @@ async def ask_tier(
     known = view_of_tier(None if direct else pool, tier, covering=covering)
     first = await in_slices(unknown_keys(known, spec, digests, prefixes))
     others = await in_slices(sharing_chunks(known, spec, digests, tokens, blocks))
-    more = [digest for digest in (own, *others) if digest]
+    more = [digest for digest in (tail_digest, *others) if digest]
     lacking = [chunk for chunk, keys in enumerate(first) if keys]
     if len(lacking) <= FEW_CHUNKS:
         asked = await in_slices(unknown_keys(known, spec, list(dict.fromkeys([*digests, *more])), every))
-        return await tier.ask(with_alternatives(covering, chain.from_iterable(asked)), charge, until)
+        return await tier.ask(with_overlapping_keys(covering, chain.from_iterable(asked)), charge, until)
     probed = [lacking[at] for at in (*doubling(len(lacking) - 1), len(lacking) - 1)]
-    probes = with_alternatives(covering, chain.from_iterable(first[chunk] for chunk in probed))
+    probes = with_overlapping_keys(covering, chain.from_iterable(first[chunk] for chunk in probed))
     found = await tier.ask(probes, charge, until)
     there = view_of_tier(pool, tier, found, covering=covering)
     end = next(
@@ -180,16 +180,16 @@ async def ask_tier(
     )
     left = [*digests[:end], *(more if end == len(digests) else others)]
     asked = await in_slices(unknown_keys(known, spec, list(dict.fromkeys(left)), every))
-    keys = [key for key in with_alternatives(covering, chain.from_iterable(asked)) if key not in found]
+    keys = [key for key in with_overlapping_keys(covering, chain.from_iterable(asked)) if key not in found]
     return found | await tier.ask(keys, charge, until)
 
 
-def with_alternatives(covering: Covering | None, keys: Iterable[bytes]) -> list[bytes]:
+def with_overlapping_keys(covering: Covering | None, keys: Iterable[bytes]) -> list[bytes]:
     """Return these keys, each once, and after them those that may stand in for them."""
-    own = list(keys)
+    asked = list(keys)
     if covering is None:
-        return own
-    return list(dict.fromkeys([*own, *(other for key in own for other in covering.overlapping_keys(key))]))
+        return asked
+    return list(dict.fromkeys([*asked, *(other for key in asked for other in covering.overlapping_keys(key))]))
 
 
 def doubling(stop: int) -> Iterator[int]:
@@ -230,7 +230,7 @@ def unknown_keys(
 
 def find_and_bring(
     pool: Pool,
-    tier: Tier | Sources,
+    tier: Tier | ObjectSources,
     spec: ModelSpec,
     *,
     shards: Sequence[Shard],
@@ -251,11 +251,11 @@ def find_and_bring(
     :param engine: for whom.
     :param direct: some workers read the tier themselves: what only the arena has is no hit.
     """
-    root, digests, tokens, own = prompt
+    root, digests, tokens, tail_digest = prompt
     unavailable: frozenset[bytes] = frozenset()
     while True:
         there = view_of_tier(None if direct else pool, tier, found, unavailable)
-        hit = yield from search_hit(there, spec, root, digests, tokens, own=own, blocks=blocks)
+        hit = yield from search_hit(there, spec, root, digests, tokens, tail_digest=tail_digest, blocks=blocks)
         stuck = yield from _bring(pool, tier, spec, shards=shards, digests=digests, hit=hit, engine=engine)
         if not stuck:
             return hit
@@ -264,7 +264,7 @@ def find_and_bring(
 
 def _bring(
     pool: Pool,
-    tier: Tier | Sources,
+    tier: Tier | ObjectSources,
     spec: ModelSpec,
     *,
     shards: Sequence[Shard],
@@ -296,7 +296,7 @@ MOST_TAILS = 2
 
 def bring_pieces(
     pool: Pool,
-    tier: Sources,
+    tier: ObjectSources,
     spec: ModelSpec,
     *,
     covering: Covering,
@@ -342,7 +342,7 @@ def bring_pieces(
 
 
 def _lacking(
-    pool: Pool, tier: Sources, covering: Covering, keys: Sequence[bytes], found: frozenset[bytes]
+    pool: Pool, tier: ObjectSources, covering: Covering, keys: Sequence[bytes], found: frozenset[bytes]
 ) -> Iterator[tuple[Box, bytes]]:
     """What is to be brought so that these are covered in the arena, where the tier does not have them themselves."""
 

@@ -131,7 +131,7 @@ async def housekeep(
                 server.peers.expire(expired)
                 server.peers.check_liveness()
             for session in server.sessions.all():
-                if now - session.heard > limit:
+                if now - session.heard_at > limit:
                     lose_silent(session)
         except Exception:
             # What is not done in this round is done in the next one, 0.25 s later.
@@ -168,7 +168,7 @@ class Server:
             self.pool,
             self.pool.statistics().capacity_bytes,
             lambda: self.settings.pd.handoff_share,
-            withdraw=self.driver.follows.withdraw,
+            revoke_reservations=self.driver.follows.revoke_reservations,
             soon=lambda work: asyncio.get_running_loop().call_soon(work),
             changed=self._less_to_do,
         )
@@ -204,10 +204,10 @@ class Server:
             )
         sources = None
         if self.tier is not None or (self.peers is not None and self.peers.source is not None):
-            from layerflow.server.sources import Sources  # noqa: PLC0415 - most servers have none
+            from layerflow.server.sources import ObjectSources  # noqa: PLC0415 - most servers have none
 
             source = self.peers.source if self.peers is not None else None
-            sources = self.driver.tier = Sources(settings.pool, self.tier, source)
+            sources = self.driver.tier = ObjectSources(settings.pool, self.tier, source)
         self._server_context = ServerContext(
             pool=self.pool,
             driver=self.driver,
@@ -449,7 +449,7 @@ class Server:
         address = (door, identity)
         session = self.sessions.at(address)
         if session is not None:
-            session.heard = time.monotonic()
+            session.heard_at = time.monotonic()
             session.silent = False
         try:
             if frame is None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from layerflow.server.peers.source import PeerSource
 
 
-class Sources:
+class ObjectSources:
     """What :class:`layerflow.server.tier.tier.Tier` does, over both.
 
     :param tier: None = nothing lies behind the arena. :param peers: None = this server reads from no other.
@@ -56,16 +56,16 @@ class Sources:
                 self.peers.decline(list(found))
         return found | await lent
 
-    def worth(self, found: frozenset[bytes], compute_s: float, objects: int) -> frozenset[bytes]:
+    def worth_fetching(self, found: frozenset[bytes], compute_s: float, objects: int) -> frozenset[bytes]:
         """Less what peers have, where reading it would take longer than computing it.
 
         :param compute_s: what computing the whole prompt takes. :param objects: that are the whole prompt's.
         """
         if self.peers is None:
             return found
-        dear = self.peers.dear(found, compute_s, objects)
-        self.peers.decline(list(dear))
-        return found - dear
+        slower_than_compute = self.peers.slower_than_compute(found, compute_s, objects)
+        self.peers.decline(list(slower_than_compute))
+        return found - slower_than_compute
 
     def hide(self, keys: Sequence[bytes]) -> int:
         """Reading these has failed: they are not offered for a while. How many there are."""

@@ -37,7 +37,7 @@ def limits_of(settings: Settings, arena_bytes: int) -> Limits:
         prefetch_layers=transfer.prefetch_layers,
         max_transfer_blocks=transfer.block_cap,
         max_transfer_bytes=transfer.byte_cap,
-        max_inflight_bytes=max(2, transfer.max_inflight_bytes - planned_bytes(settings)),
+        max_granted_bytes=max(2, transfer.max_inflight_bytes - planned_bytes(settings)),
         save_backlog_bytes=transfer.save_backlog_bytes,
         write_backlog_bytes=min(settings.pool.write_backlog, arena_bytes // 2),
         stagger_us=transfer.h2d_stagger_us,

@@ -103,7 +103,7 @@ class ClientConnection:
         self._heard_at = now
         return message
 
-    def heard(self, now: float) -> None:
+    def received(self, now: float) -> None:
         """The server has sent something, which is not read yet."""
         self._heard_at = now
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import structlog
 
-from layerflow.agent.lanes.load import LoadLane, PlannedCaps, Stagger
+from layerflow.agent.lanes.load import LoadLane, Stagger, WorkerDrivenCaps
 from layerflow.agent.lanes.save import SaveLane
 from layerflow.agent.lanes.task import CopyCaps, CopyTask, EmulatedLink, trace
 from layerflow.agent.link import Link
@@ -34,22 +34,22 @@ class CompletionHandler:
     def __init__(self, poller: Poller | None, ended: Callable[[CopyTask, str], None]) -> None:
         self._poller = poller
         self._ended = ended
-        self._landed_at = [0.0, 0.0]
+        self._ended_at = [0.0, 0.0]
 
     def copied(self, job: CopyTask, failure: str, event: DeviceEvent | None) -> None:
         """A lane is done with a batch; on a device `event` is behind its copy."""
         if event is None or self._poller is None:
             self._ended(job, failure)
         else:
-            self._poller.watch(event, self._landed, job, failure, on_error=self._device_failed)
+            self._poller.watch(event, self._after_batch, job, failure, on_error=self._device_failed)
 
-    def _landed(self, job: CopyTask, failure: str) -> None:
+    def _after_batch(self, job: CopyTask, failure: str) -> None:
         """The device has copied the batch just now, as far as the poller can see: that is when it moved."""
         if not job.link.emulated:
             direction, now = job.batch.direction, time.monotonic()
-            began = max(job.sent, self._landed_at[direction])  # one stream copies batch after batch
+            began = max(job.sent, self._ended_at[direction])  # one stream copies batch after batch
             trace(job, "load" if direction == LOAD else "save", min(began, now), now)
-            self._landed_at[direction] = now
+            self._ended_at[direction] = now
         if job.batch.direction == LOAD:
             job.step.landed(job.batch)
         self._ended(job, failure)
@@ -134,7 +134,7 @@ class Lanes:
         """What the server wants kept to from now on."""
         caps = CopyCaps(terms.max_transfer_blocks, terms.max_transfer_bytes)
         self.load.caps = self.save.caps = caps
-        self.load.planned.caps = PlannedCaps(terms.window_bytes, terms.prefetch_layers)
+        self.load.planned.caps = WorkerDrivenCaps(terms.window_bytes, terms.prefetch_layers)
         self.load.stagger = Stagger(shard.tp_rank, shard.tp_size, terms.stagger_us)
         emulated = terms.link_gbps, terms.link_latency_us
         self.links = EmulatedLink(*emulated), EmulatedLink(*emulated)

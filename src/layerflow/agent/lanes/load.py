@@ -22,10 +22,10 @@ from layerflow.agent.lanes.task import (
     EmulatedLink,
     Lost,
     Report,
-    explained,
+    capture_failure,
+    copy_coalesced,
     extents_of,
     take_coalescible,
-    together,
     trace,
 )
 from layerflow.agent.step.step import Step
@@ -42,7 +42,7 @@ from layerflow.wire.messages import BROKEN, Batch, LostBlocks
 # further ahead of the engine than ``prefetch_layers``, and what is on its way is within the worker's window.
 
 
-class LayerShape(NamedTuple):
+class WorkerDrivenLayer(NamedTuple):
     """A layer: its group, and the bytes of each of its blocks."""
 
     layer: int
@@ -50,7 +50,7 @@ class LayerShape(NamedTuple):
     block_bytes: int
 
 
-class PlannedCaps(NamedTuple):
+class WorkerDrivenCaps(NamedTuple):
     """What of planned loads may be on its way.
 
     :param window: bytes, all steps together.
@@ -76,7 +76,7 @@ class WorkerDrivenLoads:
     def __init__(
         self,
         step: Step,
-        layers: Sequence[LayerShape],
+        layers: Sequence[WorkerDrivenLayer],
         blocks: Mapping[int, int],
         *,
         copier: Copier,
@@ -111,7 +111,7 @@ class WorkerDrivenLoads:
         """Bytes of one block of the next batch's layer."""
         return self._layers[self._index].block_bytes
 
-    def cut(self, caps: CopyCaps, room: int, upto: int) -> list[CopyTask]:
+    def cut_batches(self, caps: CopyCaps, room: int, upto: int) -> list[CopyTask]:
         """The next batches; to be called while :attr:`left`.
 
         :param room: bytes for them, beyond which there is none but the first.
@@ -156,7 +156,7 @@ class WorkerDrivenLoads:
         """Is there a batch to cut? Of what was cut off, none."""
         return self._index < len(self._layers) and not self.step.fenced
 
-    def settle(self) -> None:
+    def finish_if_done(self) -> None:
         """Say that it is over, where it is: nothing is left and nothing moves. Once."""
         with self._lock:
             if self._ended or self._flying or self.left:
@@ -173,7 +173,7 @@ class WorkerDrivenLoads:
                 self.moved += batch.nbytes
             elif not failure.startswith(CANCELLED):
                 self.lost.append(LostBlocks(self.step.group_of(batch.layer), batch.lo, batch.hi, failure))
-        self.settle()
+        self.finish_if_done()
 
     def _extent(self, caps: CopyCaps) -> tuple[int, int, int, int]:
         _, group, size = self._layers[self._index]
@@ -190,7 +190,7 @@ class WorkerDrivenQueue:
     :ivar caps: of what is on its way.
     """
 
-    caps: PlannedCaps = field(default_factory=PlannedCaps)
+    caps: WorkerDrivenCaps = field(default_factory=WorkerDrivenCaps)
     _steps: list[WorkerDrivenLoads] = field(default_factory=list)
     _flying: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -219,7 +219,7 @@ class WorkerDrivenQueue:
         while self._steps:
             for loads in [each for each in self._steps if not each.left]:
                 self._steps.remove(loads)
-                loads.settle()
+                loads.finish_if_done()
             if not self._steps:
                 break
             alone = len(self._steps) == 1
@@ -233,7 +233,7 @@ class WorkerDrivenQueue:
                 # Where others wait too, it is their turn again behind this layer; and the first bytes leave at once.
                 near, fresh = first.layer, first.fresh
                 upto = sys.maxsize if alone and not fresh else near + FIRST_LAYERS - 1 if alone else near
-                tasks = first.cut(caps, room, min(upto, first.step.frontier + depth) if depth else upto)
+                tasks = first.cut_batches(caps, room, min(upto, first.step.frontier + depth) if depth else upto)
                 self._flying += sum([task.batch.nbytes for task in tasks])
             taken += tasks
             if fresh or not tasks:  # what is nearest may not move yet, nor then may anything else
@@ -296,7 +296,7 @@ class LoadLane:
     has to wait for a layer.
 
     :param report: called on the lane's thread.
-    :param told: called after some reports.
+    :param on_reported: called after some reports.
     :param lost: told that the lane, or a copier, is broken.
 
     :ivar caps: what one call copies at most.
@@ -304,15 +304,15 @@ class LoadLane:
     :ivar planned: what this lane cuts into batches itself.
     """
 
-    def __init__(self, report: Report, told: Callable[[], None], lost: Lost) -> None:
+    def __init__(self, report: Report, on_reported: Callable[[], None], lost: Lost) -> None:
         self.caps = CopyCaps()
         self.stagger = Stagger(0, 1, 0)
         self._tell = report
-        self._told = told
+        self._on_reported = on_reported
         self._lost = lost
-        self._untold = 0
-        self._untold_since = 0.0
-        self._told_few = False
+        self._unreported_bytes = 0
+        self._unreported_since = 0.0
+        self._reported_nearly_empty = False
         self._seconds_per_byte = 0.0
         self._jobs: queue.SimpleQueue[CopyTask | WorkerDrivenLoads | bool] = queue.SimpleQueue()
         self._waiting: list[CopyTask] = []
@@ -358,7 +358,7 @@ class LoadLane:
         while self._waiting or self.planned or not self._closing:
             self._take()
             while jobs := self._leaving():
-                for job in together(LOAD, jobs, self._report):
+                for job in copy_coalesced(LOAD, jobs, self._report):
                     self._move(job)
                     del job
                 del jobs  # they hold the arena: a dead server's memory would stay until the next batch
@@ -372,7 +372,7 @@ class LoadLane:
             self._interval = SAMPLE_S
         else:
             self._interval = min(2 * self._interval, LONGEST_SAMPLE_S)
-        if self._untold and time.monotonic() - self._untold_since >= TOLD_S:
+        if self._unreported_bytes and time.monotonic() - self._unreported_since >= REPORT_S:
             self._let_know()
 
     def _take_more(self, timeout: float | None) -> bool:
@@ -384,7 +384,7 @@ class LoadLane:
                 taken = True
                 if isinstance(job, CopyTask):
                     self._waiting.append(job)
-                    self._told_few = False
+                    self._reported_nearly_empty = False
                 elif isinstance(job, WorkerDrivenLoads):
                     self.planned.add(job)
                 elif job is False:
@@ -421,33 +421,33 @@ class LoadLane:
         now = time.monotonic()
         # The layers behind this one wait for their slots, too: each has its share of the time that is left.
         begin = self.stagger.begin(layer, now, (step.deadline - now) / (step.num_layers - layer + 1))
-        if begin > now and not step.cut_off.wait(max(0.0, begin - now - CUT_LEAD_S)):
+        if begin > now and not step.loads_stopped.wait(max(0.0, begin - now - CUT_LEAD_S)):
             sleep_until(begin)
 
     def _is_to_be_told(self) -> bool:
         """Is the server to hear now of what has ended? Each report wakes two threads, on cores that compute."""
-        if not self._untold:  # of what was cut here, each step's end is told
+        if not self._unreported_bytes:  # of what was cut here, each step's end is told
             return False
-        if not self._waiting or self._untold >= TOLD_BYTES:
+        if not self._waiting or self._unreported_bytes >= REPORT_BYTES:
             return True
         # Report early, once, when few batches are left and the server has more to grant: the lane is not to idle.
         first = self._waiting[0]
-        if self._told_few or first.report is None or first.step.all_granted or not self.is_nearly_empty:
+        if self._reported_nearly_empty or first.report is None or first.step.all_granted or not self.is_nearly_empty:
             return False
-        self._told_few = True
+        self._reported_nearly_empty = True
         return True
 
     def _report(self, job: CopyTask, failure: str, event: DeviceEvent | None) -> None:
         self._tell(job, failure, event)
         if job.report is None:
             return
-        if not self._untold:
-            self._untold_since = time.monotonic()
-        self._untold += job.batch.nbytes
+        if not self._unreported_bytes:
+            self._unreported_since = time.monotonic()
+        self._unreported_bytes += job.batch.nbytes
 
     def _let_know(self) -> None:
-        self._untold = 0
-        self._told()
+        self._unreported_bytes = 0
+        self._on_reported()
 
     def _move(self, job: CopyTask) -> None:
         self._pass(job)
@@ -464,7 +464,7 @@ class LoadLane:
             _send(job)
         # A link writes bytes as they pass: the copy is timed to end when the last one arrives.
         begin = job.arrives - job.batch.nbytes * self._seconds_per_byte - LINK_LEAD_S
-        if not job.step.cut_off.wait(max(0.0, begin - time.monotonic() - CUT_LEAD_S)):
+        if not job.step.loads_stopped.wait(max(0.0, begin - time.monotonic() - CUT_LEAD_S)):
             sleep_until(begin, LINK_SPIN_US)
 
     def _copy(self, job: CopyTask) -> None:
@@ -472,7 +472,7 @@ class LoadLane:
         began = time.monotonic()
         event, live, failure = None, [(batch.lo, batch.hi)], f"{BROKEN}: lane stopped"
         try:
-            with explained(job, self._lost) as told:
+            with capture_failure(job, self._lost) as outcome:
                 step.fail_replaced()
                 live = step.live(batch)
                 for lo, hi in live:
@@ -483,7 +483,7 @@ class LoadLane:
                     took = (time.monotonic() - began) / batch.nbytes
                     self._seconds_per_byte += (took - self._seconds_per_byte) / 8
                     sleep_until(job.arrives, LINK_SPIN_US)
-            failure = told.failure or ("" if live else CANCELLED)
+            failure = outcome.failure or ("" if live else CANCELLED)
         finally:
             if event is None or job.link.emulated:
                 trace(job, "load", job.sent if job.link.emulated else began, time.monotonic())
@@ -510,7 +510,7 @@ RESTART_S = 0.05
 SAMPLE_S, LONGEST_SAMPLE_S = 0.25e-3, 4e-3
 """How often to look whether the engine has opened a gate; less and less often while it opens none."""
 
-TOLD_BYTES, TOLD_S = 64 << 20, 50e-3
+REPORT_BYTES, REPORT_S = 64 << 20, 50e-3
 """What has ended is told at once where nothing else waits; else when it is so much, or so long ago."""
 
 LINK_SPIN_US = 50

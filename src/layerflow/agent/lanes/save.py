@@ -16,11 +16,11 @@ from layerflow.agent.lanes.task import (
     CopyTask,
     Lost,
     Report,
-    explained,
+    can_coalesce,
+    capture_failure,
+    copy_coalesced,
     extents_of,
-    joins,
     take_coalescible,
-    together,
     trace,
 )
 from layerflow.agent.step.step import Step
@@ -40,19 +40,19 @@ class SaveLane:
     a thread waits for leave at once.
 
     :param report: called on the lane's thread.
-    :param told: called (idle) after some reports. Where the lane is idle, it may be used to pass them on.
+    :param on_reported: called (idle) after some reports. Where the lane is idle, it may be used to pass them on.
     :param lost: told that the lane, or a copier, is broken.
 
     :ivar caps: what one call copies at most.
     """
 
-    def __init__(self, report: Report, told: Callable[[bool], None], lost: Lost) -> None:
+    def __init__(self, report: Report, on_reported: Callable[[bool], None], lost: Lost) -> None:
         self.caps = CopyCaps()
         self._tell = report
-        self._told = told
+        self._on_reported = on_reported
         self._lost = lost
-        self._untold = 0
-        self._untold_since = 0.0
+        self._unreported_bytes = 0
+        self._unreported_since = 0.0
         self._jobs: queue.SimpleQueue[CopyTask | bool] = queue.SimpleQueue()
         self._gated: list[CopyTask] = []
         self._passing: deque[tuple[CopyTask, DeviceEvent | None]] = deque()
@@ -82,31 +82,31 @@ class SaveLane:
                     job.step.cancel_saves("agent closed")
             self._interval = SAMPLE_S
             while jobs := self._leaving():
-                for job in together(SAVE, jobs, self._report):
+                for job in copy_coalesced(SAVE, jobs, self._report):
                     self._move(job)
                     del job
             self._arrived()
-            if self._untold and (not self._gated or time.monotonic() - self._untold_since >= TOLD_S):
+            if self._unreported_bytes and (not self._gated or time.monotonic() - self._unreported_since >= REPORT_S):
                 self._let_know(idle=True)
 
     def _report(self, job: CopyTask, failure: str, event: DeviceEvent | None) -> None:
         self._tell(job, failure, event)
-        if not self._untold:
-            self._untold_since = time.monotonic()
+        if not self._unreported_bytes:
+            self._unreported_since = time.monotonic()
         if job.step.saves_expedited:  # nothing more of the step is to come, or a thread waits for its saves
-            self._untold_since = 0.0
-        self._untold += job.batch.nbytes
-        if self._untold >= TOLD_BYTES:
+            self._unreported_since = 0.0
+        self._unreported_bytes += job.batch.nbytes
+        if self._unreported_bytes >= REPORT_BYTES:
             self._let_know(idle=False)
 
     def _let_know(self, idle: bool) -> None:
-        self._untold = 0
-        self._told(idle)
+        self._unreported_bytes = 0
+        self._on_reported(idle)
 
     def _take(self) -> bool:
         """Fetch new jobs; wait for the next moment at which anything can happen."""
         try:
-            job = self._jobs.get(timeout=self._patience())
+            job = self._jobs.get(timeout=self._poll_timeout_s())
             while True:
                 if job is False:
                     return False
@@ -116,7 +116,7 @@ class SaveLane:
         except queue.Empty:
             return True
 
-    def _patience(self) -> float | None:
+    def _poll_timeout_s(self) -> float | None:
         waits = []
         if self._gated:
             waits.append(self._interval)
@@ -137,7 +137,7 @@ class SaveLane:
             else:
                 waiting.add(step)
         for step, computed in ready.items():
-            jobs = take_coalescible(computed, CopyCaps(self.caps.blocks, min(self.caps.nbytes, TOLD_BYTES)))
+            jobs = take_coalescible(computed, CopyCaps(self.caps.blocks, min(self.caps.nbytes, REPORT_BYTES)))
             if step not in waiting or _is_worth_it(computed):
                 self._gated = [job for job in self._gated if job not in jobs]
                 return jobs
@@ -152,10 +152,10 @@ class SaveLane:
             # A device's stream waits for the layer's event by itself; the engine's thread is ahead of its compute.
             self._interval = min(self._interval, SLOW_LINK_SAMPLE_S)
             return None
-        pace = step.pace(time.monotonic())
-        if pace < FAST_LAYER_S:
+        layer_s = step.seconds_per_layer(time.monotonic())
+        if layer_s < FAST_LAYER_S:
             if step.closed:  # from now on it grows with the clock
-                self._interval = min(self._interval, FAST_LAYER_S - pace)
+                self._interval = min(self._interval, FAST_LAYER_S - layer_s)
             return False
         if job.link.emulated:
             self._interval = min(self._interval, SLOW_LINK_SAMPLE_S)
@@ -170,9 +170,9 @@ class SaveLane:
         event, failure = None, "lane stopped"
         job.sent, job.arrives = job.link.send(batch.nbytes)
         try:
-            with explained(job, self._lost) as told:
+            with capture_failure(job, self._lost) as outcome:
                 event = job.copier.save(extents_of(job, SAVE, batch.lo, batch.hi), None if done is True else done)
-            failure = told.failure
+            failure = outcome.failure
         finally:
             failure = step.end(batch, failure, event)
         if failure:
@@ -202,7 +202,9 @@ def _is_written(job: CopyTask) -> bool:
 def _is_worth_it(jobs: Sequence[CopyTask]) -> bool:
     """Do these leave, although more of their step is to come? What can share no call has nothing to wait for."""
     first = jobs[0]
-    return not joins(first, first) or first.step.saves_expedited or sum(job.batch.nbytes for job in jobs) >= WORTH_BYTES
+    if not can_coalesce(first, first) or first.step.saves_expedited:
+        return True
+    return sum(job.batch.nbytes for job in jobs) >= WORTH_BYTES
 
 
 SAMPLE_S, SLOW_LINK_SAMPLE_S = 20e-3, 2e-3
@@ -216,7 +218,7 @@ RESTART_S = 0.05
 WORTH_BYTES = 8 << 20
 """Less than this, under a millisecond of copying, waits for the layers to come."""
 
-TOLD_BYTES, TOLD_S = 16 << 20, 50e-3
+REPORT_BYTES, REPORT_S = 16 << 20, 50e-3
 """What was saved is told to the server together, as long as more is to come: each report wakes two threads and the
 server. But what is behind the arena is to begin before the last layer is there."""
 

@@ -93,7 +93,7 @@ def trace(job: CopyTask, lane: Literal["load", "save"], began: float, ended: flo
     job.step.trace.spans.append(span)
 
 
-def joins(job: CopyTask, first: CopyTask) -> bool:
+def can_coalesce(job: CopyTask, first: CopyTask) -> bool:
     """Can one call copy both? Nothing is waited for in between, and nothing is left on a device."""
     return (
         job.step is first.step
@@ -124,17 +124,17 @@ def take_coalescible(jobs: Iterable[CopyTask], caps: CopyCaps, *, one_layer: boo
         if taken and not (
             blocks <= caps.blocks
             and nbytes <= caps.nbytes
-            and joins(job, taken[0])
+            and can_coalesce(job, taken[0])
             and not (one_layer and batch.layer != taken[0].batch.layer)
         ):
             break
         taken.append(job)
-        if not joins(job, job):
+        if not can_coalesce(job, job):
             break
     return taken
 
 
-def together(direction: int, jobs: Sequence[CopyTask], report: Report) -> Sequence[CopyTask]:
+def copy_coalesced(direction: int, jobs: Sequence[CopyTask], report: Report) -> Sequence[CopyTask]:
     """Copy batches that join each other in one call, and report them. What is left is to be moved one by one."""
     if len(jobs) == 1:
         return jobs
@@ -155,7 +155,7 @@ def _copied(first: CopyTask, copy: CoalescedCopy) -> int:
         return 0
     try:
         if copy.direction == LOAD:
-            copied = copier.load_batches(*_ranges(step, copy), copy.progress, step.thread, step.words)
+            copied = copier.load_batches(*_ranges(step, copy), copy.progress, step.thread, step.generation_words)
         else:
             copied = copier.save_batches(*_ranges(step, copy), copy.progress, step.thread)
     except Exception:
@@ -177,14 +177,14 @@ def _ranges(step: Step, copy: CoalescedCopy) -> tuple[Extents, Int64]:
     pieces: list[Extents] = []
     counts: list[int] = []
     for (_, _, lo, hi, part), batches in itertools.groupby(copy.batches, likeness):
-        alike = list(batches)
-        blocks = lists[step.group_of(alike[0].layer)]
+        grouped = list(batches)
+        blocks = lists[step.group_of(grouped[0].layer)]
         if part:
-            extents = blocks.extents(alike[0].layer, lo, hi, alike[0].byte_lo, alike[0].byte_hi)
+            extents = blocks.extents(grouped[0].layer, lo, hi, grouped[0].byte_lo, grouped[0].byte_hi)
         else:
-            extents = blocks.layers([batch.layer for batch in alike], lo, hi)
+            extents = blocks.layers([batch.layer for batch in grouped], lo, hi)
         pieces.append(extents)
-        counts += [extents.nbytes.size // len(alike)] * len(alike)
+        counts += [extents.nbytes.size // len(grouped)] * len(grouped)
     return joined(pieces), np.cumsum(counts, dtype=np.int64)
 
 
@@ -199,19 +199,19 @@ Lost = Callable[[BaseException], object]
 
 
 @contextlib.contextmanager
-def explained(job: CopyTask, lost: Lost) -> Iterator[CopyError]:
+def capture_failure(job: CopyTask, lost: Lost) -> Iterator[CopyError]:
     """Turn what a copy raises into the batch's failure: it must never take the lane with it.
 
     :param lost: told where not even what was enqueued can be waited for.
     """
-    told = CopyError()
+    outcome = CopyError()
     batch = job.batch
     try:
-        yield told
+        yield outcome
     except DeadlineExceeded as error:  # before anything was copied: nothing is wrong with the objects
-        told.failure = f"{CANCELLED}: {error}"
+        outcome.failure = f"{CANCELLED}: {error}"
     except Exception as error:
-        told.failure = f"{BROKEN}: {type(error).__name__}: {error}"
+        outcome.failure = f"{BROKEN}: {type(error).__name__}: {error}"
         log.error(
             "batch_copy_failed",
             step=batch.step,
@@ -219,7 +219,7 @@ def explained(job: CopyTask, lost: Lost) -> Iterator[CopyError]:
             layer=batch.layer,
             lo=batch.lo,
             hi=batch.hi,
-            error=told.failure,
+            error=outcome.failure,
             exc_info=True,
         )
         try:

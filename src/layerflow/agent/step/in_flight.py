@@ -51,7 +51,7 @@ class InFlight:
         self._condition = condition
         self._begun = [0, 0]
         self._ended = [0, 0]
-        self._unsettled: list[tuple[Batch, DeviceEvent]] = []
+        self._enqueued: list[tuple[Batch, DeviceEvent]] = []
         self._coalesced: list[CoalescedCopy | None] = [None, None]
 
     def begin(self, direction: int) -> None:
@@ -62,7 +62,7 @@ class InFlight:
         """The lane has finished the batch, or has enqueued its copy; `event` completes when the copy does."""
         self._ended[batch.direction] += 1
         if event is not None:
-            self._unsettled.append((batch, event))
+            self._enqueued.append((batch, event))
 
     def begin_copy(self, copy: CoalescedCopy) -> None:
         """A lane is about to copy all these batches in one call."""
@@ -97,15 +97,15 @@ class InFlight:
         """Wait until no batch runs. False after `timeout_s`."""
         return self._condition.wait_for(lambda: self._ended[direction] == self._begun[direction], timeout_s)
 
-    def settle(self, directions: Collection[int]) -> list[tuple[Batch, str]]:
+    def release(self, directions: Collection[int]) -> list[tuple[Batch, str]]:
         """Wait until nothing that was enqueued so far touches either memory any more.
 
         :returns: batches that a broken device was moving, each with the reason.
         """
-        settling = [(batch, event) for batch, event in self._unsettled if batch.direction in directions]
-        self._unsettled = [(batch, event) for batch, event in self._unsettled if batch.direction not in directions]
+        waited = [(batch, event) for batch, event in self._enqueued if batch.direction in directions]
+        self._enqueued = [(batch, event) for batch, event in self._enqueued if batch.direction not in directions]
         failed = []
-        for batch, event in settling:
+        for batch, event in waited:
             try:
                 event.synchronize()
             except Exception as error:

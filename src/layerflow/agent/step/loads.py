@@ -174,7 +174,7 @@ class LoadState:
 
     def outcome(self) -> LoadResult:
         """What a wait tells now."""
-        self._outcome = self._outcome or self._conclude()
+        self._outcome = self._outcome or self._result()
         return self._outcome
 
     # -- told -------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ class LoadState:
     def seal(self, layer: int) -> None:
         """No further batch comes for the layer."""
         self._sealed[layer] = True
-        self._settle(layer)
+        self._finish_layer(layer)
 
     def end(self, batch: Batch, failure: str, event: DeviceEvent | None) -> None:
         """The lane is done with a batch: its bytes are in place, or behind `event`, unless it failed."""
@@ -207,7 +207,7 @@ class LoadState:
         if event is not None:
             self._enqueued.setdefault(batch.layer, []).append(event)
         self._outstanding[batch.layer] -= 1
-        self._settle(batch.layer)
+        self._finish_layer(batch.layer)
 
     def fail(self, batch: Batch, reason: str) -> None:
         """The batch's blocks hold no valid bytes."""
@@ -239,7 +239,7 @@ class LoadState:
             self.failures.drop(request)
             self._failed_more()
 
-    def _conclude(self) -> LoadResult:
+    def _result(self) -> LoadResult:
         failed = self.failed()
         if failed:
             return LoadResult(failed)
@@ -247,7 +247,7 @@ class LoadState:
             return ABORTED
         return READY
 
-    def _settle(self, layer: int) -> None:
+    def _finish_layer(self, layer: int) -> None:
         # Layers with device events keep taking the slow path: the caller's stream must wait for those.
         if self.in_place(layer) and not self.failures and not self.fenced and layer not in self._enqueued:
             self.ready[layer] = True
@@ -273,15 +273,15 @@ class ObjectGuard:
     :param arena: that holds them, as it is mapped here.
     :param places: uint64, shape ``(n, 2)``: offset and generation of each.
 
-    :ivar words: int64, shape ``(n,)`` each: offsets of the words that say that an object is still there, and what they
-        must say.
+    :ivar generation_words: int64, shape ``(n,)`` each: offsets of the words that say that an object is still there,
+        and what they must say.
     """
 
     def __init__(self, arena: MappedArena, places: np.ndarray) -> None:
         offsets, generations = np.ascontiguousarray(places.T).view(np.int64)
-        self.words = offsets + GENERATION_AT, generations
+        self.generation_words = offsets + GENERATION_AT, generations
         self._memory = arena.array.view(np.int64)
-        self._indices = self.words[0] >> 3
+        self._indices = self.generation_words[0] >> 3
         self._offsets = offsets
         self._numbered: Mapping[int, Numbered] = {}
         self._known = np.zeros(len(offsets), dtype=bool)
@@ -291,7 +291,7 @@ class ObjectGuard:
     @property
     def there(self) -> bool:
         """Are all of them?"""
-        return bool((self._memory[self._indices] == self.words[1]).all())
+        return bool((self._memory[self._indices] == self.generation_words[1]).all())
 
     def number(self, numbered: Mapping[int, Numbered]) -> None:
         """Their blocks."""
@@ -306,7 +306,7 @@ class ObjectGuard:
         if self.there:
             return []
         with self._lock:
-            gone = (self._memory[self._indices] != self.words[1]) & ~self._known
+            gone = (self._memory[self._indices] != self.generation_words[1]) & ~self._known
             self._known |= gone
             found = [
                 (group, lo, hi)

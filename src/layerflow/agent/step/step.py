@@ -38,7 +38,7 @@ class Step(StepTransfers):
     :param on_fenced: told (step, reason) when the loads were cut off here.
     :param on_closed: told (step, ok) when the forward pass ended.
 
-    :ivar orphaned: its server is gone and dead; its loads go on without one.
+    :ivar detached: its server is gone and dead; its loads go on without one.
     :ivar announced: the server knows of it, or will before anything that is said of it from now on.
     :ivar leases: its objects in the pool, where its bytes move past the arena.
     :ivar on_wait: called on the engine's thread when it is about to wait for a layer.
@@ -56,9 +56,9 @@ class Step(StepTransfers):
         "_ready",
         "announced",
         "deadline",
+        "detached",
         "leases",
         "on_wait",
-        "orphaned",
         "reported",
         "requests",
         "save_deadline",
@@ -94,7 +94,7 @@ class Step(StepTransfers):
         self.reported = (-1, 0)
         self.work: tuple[int, int] | None = None
         self.announced = True
-        self.orphaned = False
+        self.detached = False
         self.leases: StepLeases | None = None
         self.on_wait: Callable[[], None] = _nothing
         self._pump = pump
@@ -181,8 +181,8 @@ class Step(StepTransfers):
             if monotonic() < self.deadline:
                 return False
             if not self.loading:
-                self._settle_device([LOAD])
-                self._land()
+                self._release_device([LOAD])
+                self._after_device()
             return True
 
     def begin_loads(self, timeout_s: float) -> bool:
@@ -274,7 +274,7 @@ class Step(StepTransfers):
 
     # -- the agent --------------------------------------------------------------------------------
 
-    def bypass(self) -> None:
+    def use_direct(self) -> None:
         """Let its bytes move past the arena; the server hears of it later. Call before it is an open step."""
         self.announced = False
         self._save_patience = LATE_SAVE_S
@@ -314,7 +314,7 @@ class Step(StepTransfers):
         expired = False
         with self._condition:
             # Not `fenced`: until a running batch has ended it is not known what has failed.
-            while not (self._in_place(layer) or self.cut_off.is_set()):
+            while not (self._in_place(layer) or self.loads_stopped.is_set()):
                 left = self.deadline - monotonic()
                 if left <= 0:
                     expired = True
@@ -328,7 +328,7 @@ class Step(StepTransfers):
             if outcome.failed:
                 # What began before a failure was known may still write those blocks; later batches leave them out.
                 self._in_flight.wait_begun(LOAD)
-                self._settle_device()
+                self._release_device()
         ended = self._times.waited_at[layer] = monotonic()
         self.trace.spans.append(Span("wait", layer, began, ended))
         return outcome

@@ -160,7 +160,7 @@ class LayerTimes:
                 return layer
         return len(self.done)
 
-    def pace(self, now: float) -> float:
+    def seconds_per_layer(self, now: float) -> float:
         """Seconds per layer since the first one was done; 0.0 before. Grows while a layer is computed.
 
         After the forward pass: its average, or the time since its end where that is longer, so that the engine uses the
@@ -206,14 +206,15 @@ class StepTransfers:
     :ivar after: that event; None on the cpu.
     :ivar blocks: loads and saves: by group the planned blocks, bounds-checked.
     :ivar closed: the forward pass has ended.
-    :ivar cut_off: set once the loads are cut off and no batch of them runs.
+    :ivar loads_stopped: set once the loads are cut off and no batch of them runs.
     :ivar frontier: the highest layer whose attention has begun; batches whose gate is not past it can move.
     :ivar reads: which blocks the saves have still to read.
     :ivar residents: the objects of its loads, where their places are known without the server's plan.
     :ivar saves_cancelled: why no save batch starts any more; "" = they start.
     :ivar saves_overdue: a save did not end when it was cut off. It has failed, whatever becomes of it.
     :ivar saves_spoilt: why saves that end from now on have failed, although they were read; "" = they have not.
-    :ivar words: what must be unchanged in the arena before and behind each load batch: offsets, and the words there.
+    :ivar generation_words: what must be unchanged in the arena before and behind each load batch: offsets, and the
+        words there.
     """
 
     # The engine's thread comes from its compute: a slot is in one cold line of memory, a dictionary's value in three.
@@ -232,9 +233,10 @@ class StepTransfers:
         "after",
         "blocks",
         "closed",
-        "cut_off",
         "frontier",
+        "generation_words",
         "loads",
+        "loads_stopped",
         "num_layers",
         "number",
         "reads",
@@ -243,7 +245,6 @@ class StepTransfers:
         "saves_cancelled",
         "saves_overdue",
         "saves_spoilt",
-        "words",
     )
 
     def __init__(
@@ -266,11 +267,11 @@ class StepTransfers:
         self.closed = False
         self.reads = PendingReads(saves, groups, block_bytes)
         self.residents: ObjectGuard | None = None
-        self.words = (NO_WORDS, NO_WORDS)
+        self.generation_words = (NO_WORDS, NO_WORDS)
         self.saves_cancelled = ""
         self.saves_overdue = False
         self.saves_spoilt = ""
-        self.cut_off = threading.Event()
+        self.loads_stopped = threading.Event()
         self._groups = groups
         self._device = device
         self._local = device.kind == "cpu"
@@ -295,7 +296,7 @@ class StepTransfers:
         """
         loads = number_blocks(self.loads, plans, loading=True)
         self.blocks = ({group: bind(group, blocks) for group, blocks in loads.items()}, {})
-        self.residents, self.words = residents, residents.words
+        self.residents, self.generation_words = residents, residents.generation_words
         self._arrivals.number(loads)
         residents.number(loads)
         return loads
@@ -363,7 +364,7 @@ class StepTransfers:
         self.cancel_saves(reason)
         with self._condition:
             self._await_saves()
-            self._settle_device([SAVE])
+            self._release_device([SAVE])
         self.reads.stop()
         return first
 
@@ -372,8 +373,8 @@ class StepTransfers:
         with self._condition:
             self._in_flight.wait_idle(LOAD)
             self._await_saves()
-            self._settle_device()
-            self._land()
+            self._release_device()
+            self._after_device()
 
     def _fence_loads(self, reason: str) -> bool:
         """Cut the loads off: no batch starts any more, the running one is waited for, the rest has failed.
@@ -383,17 +384,17 @@ class StepTransfers:
         with self._condition:
             arrivals = self._arrivals
             # Another thread may be at it.
-            self._condition.wait_for(lambda: self.cut_off.is_set() or not arrivals.fenced)
+            self._condition.wait_for(lambda: self.loads_stopped.is_set() or not arrivals.fenced)
             if arrivals.fenced or arrivals.all_in_place():
                 return False
             arrivals.fenced = reason
             self._in_flight.halt(LOAD)
             self._in_flight.wait_idle(LOAD)
             try:
-                self._settle_device()
+                self._release_device()
                 arrivals.fail_unfinished(reason)
             finally:
-                self.cut_off.set()
+                self.loads_stopped.set()
                 self._condition.notify_all()
         return True
 
@@ -483,9 +484,9 @@ class StepTransfers:
         """Does a thread wait for the saves, or is no further layer of them to come?"""
         return self.closed or self._times.expedited or bool(self.saves_cancelled)
 
-    def pace(self, now: float) -> float:
-        """See :meth:`layerflow.agent.step.transfers.LayerTimes.pace`."""
-        return self._times.pace(now)
+    def seconds_per_layer(self, now: float) -> float:
+        """See :meth:`layerflow.agent.step.transfers.LayerTimes.seconds_per_layer`."""
+        return self._times.seconds_per_layer(now)
 
     # -- how far it is -----------------------------------------------------------------------------
 
@@ -529,7 +530,7 @@ class StepTransfers:
         copy = self._in_flight.copy(LOAD)
         return self._arrivals.in_place(layer, copy.landed(layer) if copy is not None else 0)
 
-    def _land(self) -> None:
+    def _after_device(self) -> None:
         """The device was waited for: what its copies show to have failed is known from now on."""
         if self._flying and self.fail_replaced():
             self.saves_spoilt = LATE_FAILURE
@@ -540,7 +541,7 @@ class StepTransfers:
             self.saves_overdue = True
             log.warning("save_late", step=self.number, waited_s=self._save_patience)
 
-    def _settle_device(self, directions: Collection[int] = (LOAD, SAVE)) -> None:
-        for batch, reason in self._in_flight.settle(directions):
+    def _release_device(self, directions: Collection[int] = (LOAD, SAVE)) -> None:
+        for batch, reason in self._in_flight.release(directions):
             if batch.direction == LOAD:
                 self._arrivals.fail(batch, reason)

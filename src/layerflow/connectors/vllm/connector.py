@@ -223,7 +223,7 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         """What the workers report."""
         assert self._scheduler is not None
-        self._scheduler.heard(connector_output)
+        self._scheduler.update_from_output(connector_output)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """The request is over."""
@@ -411,7 +411,7 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_worker_meta(self) -> Any:
         """For :meth:`update_connector_output`."""
         if self._worker is not None:
-            return self._worker.news()
+            return self._worker.report()
         if self._obstacle or self._told_of_reading:  # also if its weights will never have a digest: requests would wait
             return None
         self._told_of_reading = True

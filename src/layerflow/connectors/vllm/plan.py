@@ -89,8 +89,9 @@ def _outlined(parts: Sequence[PartDescriptor]) -> LazySaves:
 # A load of the running step can fail after vLLM has scheduled the next step already (asynchronous scheduling), on
 # another rank (whose garbage reaches this rank's later layers through tensor parallelism), or in another connector of a
 # MultiConnector. In each case this worker computes and saves garbage without knowing. Only the scheduler learns of
-# every failure, with the step's output, and takes the computed tokens back before it plans again. So a plan that may
-# compute on garbage is *unsure*: workers hold its saves back until a later plan brings the scheduler's verdict.
+# every failure, with the step's output, and takes the computed tokens back before it plans again. So where a plan may
+# compute on garbage it is said to depend on a load, and workers hold its saves back until a later plan brings the
+# scheduler's verdict.
 
 
 LOST_AFTER = 64
@@ -101,12 +102,15 @@ Verdict = tuple[int, bool]
 
 
 class RanPlans:
-    """Which unsure plans every rank has run; ranks tell it in any order, and one that fails in its step never does."""
+    """Which plans that depend on a load every rank has run.
+
+    Ranks tell it in any order, and one that fails in its step never does.
+    """
 
     def __init__(self) -> None:
         self._ranks: Counter[int] = Counter()  #: by plan, while some rank has not told
 
-    def told(self, ran: Mapping[int, int], *, of: int) -> set[int]:
+    def record(self, ran: Mapping[int, int], *, of: int) -> set[int]:
         """Some ranks have run these plans; which of them every rank has.
 
         :param ran: by plan: how many ranks tell it.
@@ -127,11 +131,11 @@ class SaveApprovals:
 
     def __init__(self) -> None:
         self._running: list[int] = []  #: plans that load in their step and whose output has not come
-        self._unsure: list[int] = []  #: plans without a verdict
-        self._untold: list[Verdict] = []
+        self._undecided: list[int] = []  #: plans without a verdict
+        self._unsent: list[Verdict] = []
 
     def concerns(self, *, loads: bool, saves: bool) -> bool:
-        """Is a plan unsure?
+        """Does a plan depend on a load that may fail?
 
         :param loads: some connector loads in this plan's own step.
         :param saves: the plan saves something.
@@ -139,33 +143,33 @@ class SaveApprovals:
         return loads or (saves and bool(self._running))
 
     def planned(self, number: int, *, loads: bool, saves: bool) -> None:
-        """An unsure plan; parameters as of :meth:`concerns`."""
+        """A plan that depends on a load; parameters as of :meth:`concerns`."""
         if loads:
             self._running.append(number)
         if saves:
-            self._unsure.append(number)
+            self._undecided.append(number)
 
-    def heard(self, ran: Collection[int], *, failed: bool) -> None:
+    def record_output(self, ran: Collection[int], *, failed: bool) -> None:
         """The output of a step has come.
 
-        :param ran: numbers of unsure plans that every rank has run by now. Far earlier ones that were not have failed.
+        :param ran: numbers of such plans that every rank has run by now. Far earlier ones that were not have failed.
         :param failed: a load of a running step has failed: everything planned until now may build on it.
         """
         lost = max(ran, default=0) - LOST_AFTER
         failed |= any(number < lost for number in self._running)
         self._running = [number for number in self._running if number not in ran and number >= lost]
         if failed:
-            judged = self._unsure
+            decided = self._undecided
         else:
-            judged = [number for number in self._unsure if not self._running or number < self._running[0]]
-        self._untold += [(number, not failed) for number in judged]
-        self._unsure = self._unsure[len(judged) :]
+            decided = [number for number in self._undecided if not self._running or number < self._running[0]]
+        self._unsent += [(number, not failed) for number in decided]
+        self._undecided = self._undecided[len(decided) :]
 
     def take(self) -> tuple[Verdict, ...]:
         """Verdicts since the last call, for the next plan."""
-        if not self._untold:  # nearly always
+        if not self._unsent:  # nearly always
             return ()
-        taken, self._untold = tuple(self._untold), []
+        taken, self._unsent = tuple(self._unsent), []
         return taken
 
 
@@ -220,7 +224,7 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
     """One step's transfers; the same for all ranks: outlines name chunks, not shards.
 
     :param step: of this plan among those that compute; one that does not has the next one's.
-    :param number: of this plan among those that save something or are unsure; else 0.
+    :param number: of this plan among those that save something or depend on a load; else 0.
     :param loads: hits of requests that run in this step, waited for layer by layer.
     :param tails: blocks of these hits that the step also writes to: vLLM writes a layer's new keys and values
         before it asks for the layer's loaded ones, so these must be there before the forward pass.
@@ -229,7 +233,7 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
     :param restarts: a load in the background that fails starts its request over, as with several cache groups.
     :param rewritten: vLLM writes to blocks of these loads while it prepares the step; they come after that.
     :param aborted: finished requests whose load in the background is cut off.
-    :param promised: another engine waits for what this step saves.
+    :param awaited: another engine waits for what this step saves.
     :param saves: what the step computes.
     :param fresh: newly allocated block ids, per layerflow group: about to be overwritten.
     :param prepared: of these, what vLLM overwrites already while it prepares the step: zeroes, copies into, moves
@@ -237,9 +241,9 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
     :param leaving: finished requests whose blocks stay until their saves have ended.
     :param replaced: the weights were replaced since the plan before: what older plans have under way is cut off.
     :param work: new tokens and their context, see :func:`layerflow.agent.costs.work_of`.
-    :param unsure: the forward pass may compute on a load that has failed: the saves wait for a verdict.
+    :param depends_on_load: the forward pass may compute on a load that has failed: the saves wait for a verdict.
     :param unkept: loads that vLLM was promised, by request, and that this plan has not: they have failed.
-    :param verdicts: on earlier plans that were unsure; see :class:`SaveApprovals`.
+    :param verdicts: on earlier plans that depended on a load; see :class:`SaveApprovals`.
     """
 
     step: int = 0
@@ -251,21 +255,21 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
     restarts: bool = False
     rewritten: bool = False
     aborted: tuple[str, ...] = ()
-    promised: bool = False
+    awaited: bool = False
     saves: LazySaves = NO_SAVES
     fresh: tuple[tuple[int, ...], ...] = ()
     prepared: tuple[int, ...] = ()
     leaving: tuple[str, ...] = ()
     replaced: bool = False
     work: tuple[int, int] | None = None
-    unsure: bool = False
+    depends_on_load: bool = False
     verdicts: tuple[Verdict, ...] = ()
     unkept: dict[str, UnkeptLoad] = field(default_factory=dict)
 
     @property
     def empty(self) -> bool:
         """The step does not concern the workers at all: most steps that only decode."""
-        told = self.unsure or self.verdicts or self.replaced or self.unkept
+        told = self.depends_on_load or self.verdicts or self.replaced or self.unkept
         return not (self.fresh or self.moves or self.leaving or self.aborted or told)
 
     @property
@@ -295,7 +299,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     :param failed: requests of which a load has failed, with the largest share of their blocks that has, over all ranks.
     :param stored: chunks that are published since, with how many ranks have stored them; only for KV cache events.
     :param lost: requests of which a load of the running step has failed; of models with several cache groups.
-    :param ran: numbers of the unsure plans that were run, with how many ranks say so.
+    :param ran: numbers of the plans that depend on a load and that were run, with how many ranks say so.
     :param layouts: of the workers, by rank, with what they tell first.
     :param asking: by rank, per layerflow group; told when a rank has seen more than before.
     :param changed: steps before which some rank has seen that its weights were replaced without a reset, and how.
@@ -366,7 +370,7 @@ class WorkerLayout(KVConnectorHandshakeMetadata):  # type: ignore[misc]
         return dict(zip(self.vllm_groups, self.model_spec.groups, strict=True))
 
 
-NO_NEWS = WorkerReport()
+NO_REPORT = WorkerReport()
 
 NOT_NAMED = WorkerLayout(b"", (), "")
 """From a worker whose weights have no digest yet: its layout comes with a later step's report."""

@@ -109,7 +109,7 @@ class MemcacheReader(StoreReader):
         infos = self._calls.info(lost, complete=True)
         published = [name for name, info in zip(lost, infos, strict=True) if info.nbytes]
         self._calls.finish(published)
-        self._calls.settle(published)
+        self._calls.forget_lost(published)
         return set(published)
 
     def _codes(self, names: list[str]) -> list[int]:

@@ -42,7 +42,7 @@ MAX_THREADS = 256
 T = TypeVar("T")
 
 
-class _Call:
+class _NativeCall:
     """One call, and what came of it once `done` can be acquired."""
 
     __slots__ = ("answer", "call", "done", "error")
@@ -73,8 +73,8 @@ class AbandonableCaller:
     def __init__(self, generation: Callable[[], int], answer_s: float = ANSWER_S, look_s: float = LOOK_S) -> None:
         self._generation, self._answer_s, self._look_s = generation, answer_s, look_s
         self._lock = threading.Lock()
-        self._queues: dict[int, SimpleQueue[_Call | None]] = {}  # by the thread that asks
-        self._given_up: list[_Call] = []
+        self._queues: dict[int, SimpleQueue[_NativeCall | None]] = {}  # by the thread that asks
+        self._given_up: list[_NativeCall] = []
         self._in_a_row = 0  # calls that were given up since the last answer
 
     def ask(self, call: Callable[[], T], until: float = math.inf, *, probing: bool = False) -> T:
@@ -87,7 +87,7 @@ class AbandonableCaller:
         :raises Unreachable: no answer by then, or the MetaService has ended meanwhile. The call may come back later;
             nobody hears of it.
         """
-        generation, pending = self._generation(), _Call(call)
+        generation, pending = self._generation(), _NativeCall(call)
         with self._lock:
             self._given_up = [each for each in self._given_up if each.done.locked()]
             unanswered = len(self._given_up)
@@ -127,7 +127,7 @@ class AbandonableCaller:
             self._queues.clear()
 
 
-def _serve(calls: SimpleQueue[_Call | None]) -> None:
+def _serve(calls: SimpleQueue[_NativeCall | None]) -> None:
     while (pending := calls.get()) is not None:
         pending.run()
 
@@ -399,7 +399,7 @@ class MemcacheClient(ClientHandle):
         with self._lock:
             return [name for name, until in self._lost.items() if until > now]
 
-    def settle(self, names: Sequence[str]) -> None:
+    def forget_lost(self, names: Sequence[str]) -> None:
         """Count keys as lost no more."""
         with self._lock:
             for name in names:

@@ -232,7 +232,7 @@ HUNG = 1
 _hanging: list[TransferLibrary] = []
 
 
-class _Part(NamedTuple):
+class _ObjectPart(NamedTuple):
     """A part of one object: which, first byte within it, bytes."""
 
     at: int
@@ -240,11 +240,11 @@ class _Part(NamedTuple):
     nbytes: int
 
 
-class _Pending(NamedTuple):
+class _PendingRead(NamedTuple):
     """A turn that the library reads: its number, what is in it, with its tags."""
 
     number: int
-    came: list[tuple[_Part, bytes]]
+    came: list[tuple[_ObjectPart, bytes]]
     reading: PlaneRead | None
 
 
@@ -297,14 +297,14 @@ class WindowedLink(PeerLink):
         self,
         origin: Origin,
         places: Sequence[ObjectLocation],
-        turns: list[list[_Part]],
+        turns: list[list[_ObjectPart]],
         statuses: list[int],
         until: float,
     ) -> None:
         """One turn is copied into the arena while the library reads the next one and the exporter fills those after."""
         for number, turn in enumerate(turns[: self._turns]):
             self._ask(origin, places, number, turn)
-        pending: deque[_Pending] = deque()
+        pending: deque[_PendingRead] = deque()
         seal = RangeSeal(origin.lease_key, origin.token)
 
         def finish() -> None:
@@ -313,7 +313,7 @@ class WindowedLink(PeerLink):
                 reading.wait(min(until, time.monotonic() + STALL_S + self._turn_bytes / LEAST_BANDWIDTH))
                 pending.popleft()
                 self._check(number, origin.incarnation)
-                self._land(seal, places, number, came, statuses)
+                self._copy_in(seal, places, number, came, statuses)
             else:
                 pending.popleft()
             if number + self._turns < len(turns):
@@ -322,7 +322,7 @@ class WindowedLink(PeerLink):
         try:
             for number, turn in enumerate(turns):
                 came = self._heads(places, turn, statuses, until)
-                pending.append(_Pending(number, came, self._begin(number, came)))
+                pending.append(_PendingRead(number, came, self._begin(number, came)))
                 if len(pending) > 1:
                     finish()
             while pending:
@@ -333,7 +333,7 @@ class WindowedLink(PeerLink):
             self._end(pending)
             raise
 
-    def _end(self, pending: Iterable[_Pending]) -> None:
+    def _end(self, pending: Iterable[_PendingRead]) -> None:
         """End a link that has failed: nothing may be under way when its window goes.
 
         :raises Hanging: something is.
@@ -348,13 +348,13 @@ class WindowedLink(PeerLink):
                 except LinkFailed:
                     continue
 
-    def _ask(self, origin: Origin, places: Sequence[ObjectLocation], number: int, turn: list[_Part]) -> None:
+    def _ask(self, origin: Origin, places: Sequence[ObjectLocation], number: int, turn: list[_ObjectPart]) -> None:
         head = REQUEST.pack(REQUEST_MAGIC, len(turn), origin.token, number % self._turns)
         send(self._socket, [head, *(ITEM.pack(places[at].position, 0, start, nbytes) for at, start, nbytes in turn)])
 
     def _heads(
-        self, places: Sequence[ObjectLocation], turn: list[_Part], statuses: list[int], until: float
-    ) -> list[tuple[_Part, bytes]]:
+        self, places: Sequence[ObjectLocation], turn: list[_ObjectPart], statuses: list[int], until: float
+    ) -> list[tuple[_ObjectPart, bytes]]:
         """What the exporter has put into a turn, with the tags of what counts."""
         raw = bytearray(HEAD.size * len(turn))
         receive(self._socket, [memoryview(raw)], STALL_S, until)
@@ -378,7 +378,7 @@ class WindowedLink(PeerLink):
             tagged.append((part, tag))
         return tagged
 
-    def _begin(self, number: int, came: list[tuple[_Part, bytes]]) -> PlaneRead | None:
+    def _begin(self, number: int, came: list[tuple[_ObjectPart, bytes]]) -> PlaneRead | None:
         local = number % self._turns * self._turn_bytes
         nbytes = sum(part.nbytes for part, _ in came)
         return self._plane.read(local, self._section + local, STAMP.size + nbytes) if nbytes else None
@@ -393,12 +393,12 @@ class WindowedLink(PeerLink):
             raise ProtocolError("the library has read another window than that of the exporter that was asked")
         self._filled += 1
 
-    def _land(
+    def _copy_in(
         self,
         seal: RangeSeal,
         places: Sequence[ObjectLocation],
         number: int,
-        came: list[tuple[_Part, bytes]],
+        came: list[tuple[_ObjectPart, bytes]],
         statuses: list[int],
     ) -> None:
         """Copy what a turn brought into the arena, as far as it counts and its tags fit."""
@@ -426,14 +426,14 @@ class WindowedLink(PeerLink):
             self._plane.close()
 
 
-def _turns_of(places: Sequence[ObjectLocation], lo: int, hi: int, most: int) -> Iterator[list[_Part]]:
+def _turns_of(places: Sequence[ObjectLocation], lo: int, hi: int, most: int) -> Iterator[list[_ObjectPart]]:
     """Layers `lo` to `hi` of these, in turns of at most so many bytes."""
-    turn: list[_Part] = []
+    turn: list[_ObjectPart] = []
     room = most
     for at, place in enumerate(places):
         start, left = place.start(lo), (hi - lo) * place.layer_bytes
         while left:
-            part = _Part(at, start, min(left, room))
+            part = _ObjectPart(at, start, min(left, room))
             turn.append(part)
             start, left, room = start + part.nbytes, left - part.nbytes, room - part.nbytes
             if not room:

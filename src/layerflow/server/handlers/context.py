@@ -21,7 +21,7 @@ from layerflow.wire.messages import Message
 
 if TYPE_CHECKING:
     from layerflow.server.peers.peers import Peers
-    from layerflow.server.sources import Sources
+    from layerflow.server.sources import ObjectSources
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class ServerContext:
     lease_s: Callable[[], float]
     mailboxes: Mailboxes
     log_limit: LogRateLimiter = field(default_factory=LogRateLimiter)
-    tier: Sources | None = None
+    tier: ObjectSources | None = None
     peers: Peers | None = None
     direct: bool = False
     draining: bool = False

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from layerflow.hits import HitLength
 from layerflow.keys import covered_by
 from layerflow.pool.base import Pool
-from layerflow.server.handlers.asked import LookupRequest, kept_bytes, search_prompt, unreplaced, waiting
 from layerflow.server.handlers.context import ServerContext
-from layerflow.server.handoffs.handoff import Handoff, HandoffStatus, model_mismatch
+from layerflow.server.handlers.lookup_requests import LookupRequest, kept_bytes, search_prompt, unreplaced, waiting
+from layerflow.server.handoffs.handoff import HandoffRecord, HandoffStatus, model_mismatch
 from layerflow.server.mailboxes import in_slices
 from layerflow.server.search import LookupView
 from layerflow.spec import ModelSpec
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from layerflow.server.clients import ClientSession
 
 
-def view_of_handoff(pool: Pool, handoff: Handoff) -> LookupView:
+def view_of_handoff(pool: Pool, handoff: HandoffRecord) -> LookupView:
     """What is stored, and what a hand-off is still to store, as one."""
     return LookupView(pool, lambda keys: [key in handoff.pending for key in keys], handoff.partial)
 
@@ -50,9 +50,9 @@ async def outlast(
     context: ServerContext,
     session: ClientSession,
     message: wire.Lookup,
-    pending: Callable[[Handoff], bool],
+    pending: Callable[[HandoffRecord], bool],
     until: float,
-) -> Handoff:
+) -> HandoffRecord:
     """A lookup's hand-off once it is not `pending` any more; or as it is at `until`.
 
     :raises Replaced: the engine's weights were replaced meanwhile, at its next state at the latest.
@@ -67,7 +67,7 @@ async def outlast(
 
 async def follow_handoff(
     context: ServerContext, session: ClientSession, message: wire.Lookup, until: float
-) -> tuple[Handoff, str]:
+) -> tuple[HandoffRecord, str]:
     """Wait for the lookup's hand-off, until it can be read or never will be; to `until` at the latest.
 
     :returns: the hand-off, claimed; why it is not followed, else empty.
@@ -75,7 +75,7 @@ async def follow_handoff(
     spec = session.spec
     assert spec is not None
 
-    def pending(handoff: Handoff) -> bool:
+    def pending(handoff: HandoffRecord) -> bool:
         return handoff.status is HandoffStatus.ANNOUNCED or (
             handoff.status is HandoffStatus.OPEN and not _mismatch(spec, handoff) and not _can_follow(spec, handoff)
         )
@@ -93,16 +93,16 @@ async def follow_handoff(
     return handoff, ""
 
 
-def _mismatch(spec: ModelSpec, handoff: Handoff) -> str:
+def _mismatch(spec: ModelSpec, handoff: HandoffRecord) -> str:
     """Why an engine of this spec cannot read it; empty = it can, or nobody knows yet."""
     return model_mismatch(spec, handoff.spec) if handoff.status.readable and handoff.spec is not None else ""
 
 
-def _can_follow(spec: ModelSpec, handoff: Handoff) -> bool:
+def _can_follow(spec: ModelSpec, handoff: HandoffRecord) -> bool:
     """Whether loads can take what is being stored. Objects that cover others of the engine's they can when complete."""
-    own = spec.own
-    parts = (covered_by(group, shard) for group in range(len(own.groups)) for shard in own.shard.peers())
-    return handoff.parts_kept.issuperset(parts)
+    spec = spec.own
+    parts = (covered_by(group, shard) for group in range(len(spec.groups)) for shard in spec.shard.peers())
+    return handoff.parts_held.issuperset(parts)
 
 
 async def follow_saves(context: ServerContext, session: ClientSession, asked: LookupRequest) -> LookupView | None:
@@ -131,5 +131,5 @@ async def follow_saves(context: ServerContext, session: ClientSession, asked: Lo
 
 def _tokens(spec: ModelSpec, message: wire.Lookup, hit: HitLength) -> int:
     """Return a hit's tokens, the prompt's own partial chunk included."""
-    own = [tail.chunk * spec.chunk_tokens + tail.tokens for tail in hit.tails if tail.digest == message.tail]
-    return max(hit.surely(spec, message.tokens), *own) if own else hit.surely(spec, message.tokens)
+    tails = [tail.chunk * spec.chunk_tokens + tail.tokens for tail in hit.tails if tail.digest == message.tail]
+    return max(hit.surely(spec, message.tokens), *tails) if tails else hit.surely(spec, message.tokens)

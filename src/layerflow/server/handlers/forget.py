@@ -35,7 +35,7 @@ def reset_engine(context: ServerContext, engine: str) -> dict[str, Any]:
     mine = [session for session in context.sessions if session.engine == engine]
     for session in mine:
         session.resets += 1
-        session.leases.clear()
+        session.hit_leases.clear()
     workers = [session.number for session in mine if session.memory]
     steps = sum(number in workers for number, _ in context.driver.steps())
     context.driver.handle(*(StepsRevoked(number, True, REPLACED) for number in workers))

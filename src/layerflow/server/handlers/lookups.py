@@ -13,7 +13,10 @@ from layerflow.places import is_placed, unpack_places
 from layerflow.pool.base import Owner
 from layerflow.server.account import Refused
 from layerflow.server.clients import ClientSession
-from layerflow.server.handlers.asked import (
+from layerflow.server.handlers.context import ServerContext
+from layerflow.server.handlers.following import follow_handoff, follow_saves, view_of_handoff
+from layerflow.server.handlers.forget import REPLACED
+from layerflow.server.handlers.lookup_requests import (
     LookupRequest,
     Replaced,
     check_leases,
@@ -25,9 +28,6 @@ from layerflow.server.handlers.asked import (
     until_of,
     waiting,
 )
-from layerflow.server.handlers.context import ServerContext
-from layerflow.server.handlers.following import follow_handoff, follow_saves, view_of_handoff
-from layerflow.server.handlers.forget import REPLACED
 from layerflow.server.handlers.remote import DIGESTS_PER_SLICE, KEPT_KEY_BYTES, ask_servers
 from layerflow.server.mailboxes import Answer, Slices, in_slices, next_turn
 from layerflow.server.plans import lease_owner, lookup_owner
@@ -49,7 +49,7 @@ MOST_SEARCHES = 3
 """How often a lookup starts over because objects were evicted between its slices."""
 
 
-class Lookups:
+class LookupHandler:
     """Answers lookups."""
 
     def __init__(self, context: ServerContext) -> None:
@@ -95,9 +95,9 @@ class Lookups:
             if isinstance(answer, str):
                 await self._look(session, asked, answer)
             else:
-                heard = time.monotonic()
-                await self._reach(
-                    session, asked, answer.found, heard, reason=answer.reason, following=answer.open, until=until
+                received_at = time.monotonic()
+                await self._fetch_and_answer(
+                    session, asked, answer.found, received_at, reason=answer.reason, following=answer.open, until=until
                 )
             return
         handoff, why = await follow_handoff(context, session, message, until)
@@ -115,10 +115,10 @@ class Lookups:
         """
         context, message, spec = self._context, asked.message, session.spec
         assert spec is not None
-        heard = time.monotonic()
+        received_at = time.monotonic()
         if context.tier is None:
             await self._find(
-                session, asked, heard, functools.partial(search_prompt, context.pool, spec, asked), reason=reason
+                session, asked, received_at, functools.partial(search_prompt, context.pool, spec, asked), reason=reason
             )
             return
         # Direct workers read the pool themselves, and no peer.
@@ -131,8 +131,8 @@ class Lookups:
             found = await unreplaced(session, question)
         if message.compute_ms:
             objects = prompt_objects(spec, len(asked.digests) + bool(message.tail))
-            found = context.tier.worth(found, message.compute_ms / 1e3, objects)
-        await self._reach(session, asked, found, heard, reason=reason)
+            found = context.tier.worth_fetching(found, message.compute_ms / 1e3, objects)
+        await self._fetch_and_answer(session, asked, found, received_at, reason=reason)
 
     async def _written(self, session: ClientSession, message: wire.Lookup) -> None:
         """Wait for what of the prompt is on its way into the tier; then of how many tokens is everything there?"""
@@ -158,15 +158,15 @@ class Lookups:
             prompt = digests, message.tokens, message.tail
             found = await ask_tier(context.pool, tier, spec, prompt, charge, direct=True)
         there = view_of_tier(None, tier, found)
-        hit = await in_slices(search_hit(there, spec, message.root, digests, message.tokens, own=message.tail))
+        hit = await in_slices(search_hit(there, spec, message.root, digests, message.tokens, tail_digest=message.tail))
         context.send(session, _found(message.id, hit))
 
-    async def _reach(
+    async def _fetch_and_answer(
         self,
         session: ClientSession,
         asked: LookupRequest,
         found: frozenset[bytes],
-        heard: float,
+        received_at: float,
         *,
         reason: str,
         following: bool = False,
@@ -197,9 +197,9 @@ class Lookups:
             )
         if pieces:
             # What has come by then counts; what comes later, for the next lookup of the prompt, while the lease lasts.
-            come_by = heard + tier.settings.lookup_timeout_ms / 1e3 if until is None else until
+            come_by = received_at + tier.settings.lookup_timeout_ms / 1e3 if until is None else until
             lease_until = lookup.lease_ms / 1e3 + (time.monotonic() if until is None else until)
-            session.leases[lookup.request] = lease_until
+            session.hit_leases[lookup.request] = lease_until
             incoming = self._context.driver.incoming
             incoming.lease(pieces, lease_owner(session.engine, lookup.request), lease_until)
             with session.account.charge(waiting(lookup), kept_bytes(lookup), always=True) as charge:
@@ -221,13 +221,13 @@ class Lookups:
             blocks=asked.blocks,
             direct=direct,
         )
-        await self._find(session, asked, heard, search, following=following, reason=reason)
+        await self._find(session, asked, received_at, search, following=following, reason=reason)
 
     async def _find(
         self,
         session: ClientSession,
         asked: LookupRequest,
-        heard: float,
+        received_at: float,
         search: Callable[[], Slices[HitLength]],
         *,
         following: bool = False,
@@ -249,8 +249,8 @@ class Lookups:
             raise Replaced
         plan = self._plan(session, message, owner) if places else 0
         if not plan:
-            pool.hand_over(owner, lease_owner(session.engine, message.request), until)
-        self._found(session, message, hit, heard, plan=plan, places=places, following=following, reason=reason)
+            pool.transfer_pins(owner, lease_owner(session.engine, message.request), until)
+        self._found(session, message, hit, received_at, plan=plan, places=places, following=following, reason=reason)
 
     async def _lease(
         self, session: ClientSession, asked: LookupRequest, hit: HitLength, owner: Owner, until: float
@@ -265,7 +265,7 @@ class Lookups:
         if not (hit.tokens or hit.tails):
             return b""
         pool, tier, message = self._context.pool, self._context.tier, asked.message
-        session.leases[message.request] = until
+        session.hit_leases[message.request] = until
         coming = lease_owner(session.engine, message.request)
         packed: list[bytes] = []
         for keys in hit_keys(spec, asked.digests, hit):
@@ -301,7 +301,7 @@ class Lookups:
         session: ClientSession,
         message: wire.Lookup,
         hit: HitLength,
-        heard: float,
+        received_at: float,
         *,
         plan: int,
         places: bytes,
@@ -315,7 +315,7 @@ class Lookups:
         context.send(session, told)
         assert session.spec is not None
         tokens = hit.surely(session.spec, message.tokens)
-        self._context.metrics.lookup(session.labels, tokens, message.tokens - tokens, time.monotonic() - heard)
+        self._context.metrics.lookup(session.labels, tokens, message.tokens - tokens, time.monotonic() - received_at)
         session.figures.lookup_tokens += message.tokens
         session.figures.hit_tokens += tokens
 

@@ -22,7 +22,7 @@ from layerflow.server.clients import AnySession, ClientSession, Reader
 from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handlers.forget import purge, reset_engine
 from layerflow.server.handlers.handoffs import end_handoff, keep_part, open_handoff, release_handoff, watch_handoff
-from layerflow.server.handlers.lookups import Lookups
+from layerflow.server.handlers.lookups import LookupHandler
 from layerflow.server.handlers.steps import open_step, report, tell
 from layerflow.server.plans import is_lease_of, lease_owner
 from layerflow.wire import messages as wire
@@ -48,7 +48,7 @@ class Handlers:
         self._answering: set[asyncio.Task[None]] = set()
         self._windows_due = False
         self._told_window = -1
-        self._lookups = Lookups(context)
+        self._lookups = LookupHandler(context)
 
     def handle(self, session: AnySession, message: ToServer, nbytes: int = 0) -> None:
         """Do what the message asks, or answer with a Problem; behind the client's other messages.
@@ -56,7 +56,7 @@ class Handlers:
         :param nbytes: of the message.
         """
         if isinstance(session, Reader):
-            self._lending.hear(session, message, self._dispatch_reader, nbytes)
+            self._lending.receive(session, message, self._dispatch_reader, nbytes)
             return
         if isinstance(message, wire.Beat):
             session.pinned = message.pinned
@@ -216,7 +216,7 @@ class Handlers:
         if message.plan < 0:
             context.plans.drop_told(session, message.request)
         owner = lease_owner(engine, message.request)
-        session.leases.pop(message.request, None)
+        session.hit_leases.pop(message.request, None)
         context.driver.follows.disallow(engine, message.request)
         context.pool.release(owner)
         context.driver.incoming.drop_lease(owner)
@@ -271,9 +271,9 @@ class Handlers:
             spec = message.spec
             shapes = tuple(LayerShape(group, spec.groups[group].bytes_per_block) for group, _ in spec.layer_places())
             context.driver.handle(SessionOpened(session.number, shapes))
-            context.pool.learn(spec)
+            context.pool.add_partition(spec)
             if context.tier is not None and context.tier.tier is not None:
-                context.tier.tier.partitions.learn(spec)
+                context.tier.tier.partitions.add_partition(spec)
         session.spec = message.spec
         if context.peers is not None and message.memory:
             context.peers.attached(message.spec)

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from layerflow.errors import LayerflowError
 from layerflow.keys import DIGEST_BYTES
 from layerflow.server.clients import ClientSession
-from layerflow.server.handlers.asked import kept_bytes, read_lookup, unreplaced, waiting
 from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handlers.following import outlast
-from layerflow.server.handoffs.handoff import Handoff, HandoffStatus
+from layerflow.server.handlers.lookup_requests import kept_bytes, read_lookup, unreplaced, waiting
+from layerflow.server.handoffs.handoff import HandoffRecord, HandoffStatus
 from layerflow.server.mailboxes import Answer, next_turn
-from layerflow.server.peers.attachment import Attachment
+from layerflow.server.peers.attachment import PeerAttachment
 from layerflow.server.peers.questions import PeerAnswer
-from layerflow.server.search import prompt_keys, with_alternatives
+from layerflow.server.search import prompt_keys, with_overlapping_keys
 from layerflow.wire import messages as wire
 
 DIGESTS_PER_SLICE = 64
@@ -38,14 +38,14 @@ async def ask_servers(
         return str(error)
     if len(servers) < len(set(message.servers)):
         # This server keeps a part itself: the others are asked once all of it is stored.
-        handoff = await _own_part(context, session, message, until)
+        handoff = await _part_here(context, session, message, until)
         if handoff.status is not HandoffStatus.COMPLETE:
             return handoff.story()
         servers = _servers(context, message)  # one that nobody had asked for meanwhile may have been left
     return await _ask(context, session, message, servers, until)
 
 
-def _servers(context: ServerContext, message: wire.Lookup) -> list[Attachment]:
+def _servers(context: ServerContext, message: wire.Lookup) -> list[PeerAttachment]:
     """The other servers that it names, attached to.
 
     :raises LayerflowError: one of them cannot be.
@@ -55,7 +55,9 @@ def _servers(context: ServerContext, message: wire.Lookup) -> list[Attachment]:
     return [peers.learn(address) for address in dict.fromkeys(message.servers) if not peers.is_own(address)]
 
 
-async def _own_part(context: ServerContext, session: ClientSession, message: wire.Lookup, until: float) -> Handoff:
+async def _part_here(
+    context: ServerContext, session: ClientSession, message: wire.Lookup, until: float
+) -> HandoffRecord:
     """This server's part of the hand-off, claimed once it is complete; or as it is at its end, or at `until`."""
     handoff = await outlast(context, session, message, _is_coming, until)
     if handoff.status is HandoffStatus.COMPLETE:
@@ -63,12 +65,16 @@ async def _own_part(context: ServerContext, session: ClientSession, message: wir
     return handoff
 
 
-def _is_coming(handoff: Handoff) -> bool:
+def _is_coming(handoff: HandoffRecord) -> bool:
     return handoff.status in (HandoffStatus.ANNOUNCED, HandoffStatus.OPEN)
 
 
 async def _ask(
-    context: ServerContext, session: ClientSession, message: wire.Lookup, servers: Sequence[Attachment], until: float
+    context: ServerContext,
+    session: ClientSession,
+    message: wire.Lookup,
+    servers: Sequence[PeerAttachment],
+    until: float,
 ) -> PeerAnswer:
     """What these lend of it. They are asked again where the engine's workers run in a size that was unknown before.
 
@@ -108,8 +114,8 @@ async def _lacking(
     digests = [*digests, message.tail] if message.tail else digests
     lacking: dict[bytes, None] = {}
     for start in range(0, len(digests), DIGESTS_PER_SLICE):
-        own = prompt_keys(spec, digests[start : start + DIGESTS_PER_SLICE])
-        missing = [key for key, here in zip(own, pool.lookup(own), strict=True) if not here]
-        lacking |= dict.fromkeys(key for key in with_alternatives(pool.covering(spec), missing) if key not in asked)
+        keys = prompt_keys(spec, digests[start : start + DIGESTS_PER_SLICE])
+        missing = [key for key, here in zip(keys, pool.lookup(keys), strict=True) if not here]
+        lacking |= dict.fromkeys(key for key in with_overlapping_keys(pool.covering(spec), missing) if key not in asked)
         await next_turn()
     return list(lacking)

@@ -25,7 +25,7 @@ from layerflow.server.account import Refused
 from layerflow.server.clients import ClientSession
 from layerflow.server.handlers.context import ServerContext
 from layerflow.server.mailboxes import in_slices, next_turn
-from layerflow.server.planner import Opening, plan_direct, plan_step, step_owner
+from layerflow.server.planner import PlannedStep, plan_direct, plan_step, step_owner
 from layerflow.server.plans import lease_owner
 from layerflow.server.step_check import CheckedStep, check_deadlines, check_step, count_objects
 from layerflow.wire import messages as wire
@@ -97,7 +97,7 @@ async def open_step(context: ServerContext, session: ClientSession, message: wir
     context.metrics.step_opened(session.labels, full=opening.full, missing=opening.missing)
 
 
-def _plan(context: ServerContext, session: ClientSession, message: wire.OpenStep, checked: CheckedStep) -> Opening:
+def _plan(context: ServerContext, session: ClientSession, message: wire.OpenStep, checked: CheckedStep) -> PlannedStep:
     if session.direct:
         return plan_direct(session, message, checked)
     return plan_step(

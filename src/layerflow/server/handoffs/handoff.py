@@ -80,11 +80,11 @@ class HandoffStatistics:
 REMEMBERED = 4096
 """Hand-offs that are over and can still be asked about: the last so many."""
 
-Told = Callable[["Handoff"], None]
+Told = Callable[["HandoffRecord"], None]
 
 
 @dataclass(slots=True, eq=False)
-class Handoff:
+class HandoffRecord:
     """One hand-off. Times are monotonic seconds.
 
     :param serial: tells it from an earlier one of the same name.
@@ -93,9 +93,10 @@ class Handoff:
     :param spec: of a worker of that engine.
     :param tokens: that a reader can load at most.
     :param objects: what it keeps. :param partial: those of them that are partial chunks.
-    :param parts_kept: of the model, that they hold; see :func:`layerflow.keys.covered_by`.
-    :param pending: keys of it that are not stored. :param promised: those of them that this hand-off keeps room for.
-    :param foreign: those that somebody else brings into the arena, whose end nobody tells of.
+    :param parts_held: of the model, that they hold; see :func:`layerflow.keys.covered_by`.
+    :param pending: keys of it that are not stored.
+    :param reserved_here: those of them that this hand-off keeps room for.
+    :param stored_by_others: those that somebody else brings into the arena, whose end nobody tells of.
     :param ended: its engine computes nothing more of it.
     :param parts: how many other servers keep parts of it that are not complete.
     :param claims: readers that have come for it.
@@ -117,10 +118,10 @@ class Handoff:
     claims: int = 0
     objects: dict[bytes, NewObject] = field(default_factory=dict)
     partial: ChunkIndex = field(default_factory=ChunkIndex)
-    parts_kept: set[bytes] = field(default_factory=set)
+    parts_held: set[bytes] = field(default_factory=set)
     pending: set[bytes] = field(default_factory=set)
-    promised: set[bytes] = field(default_factory=set)
-    foreign: set[bytes] = field(default_factory=set)
+    reserved_here: set[bytes] = field(default_factory=set)
+    stored_by_others: set[bytes] = field(default_factory=set)
     watchers: dict[Told, None] = field(default_factory=dict)
     charge: Charge | None = None
 
@@ -135,7 +136,7 @@ class Handoff:
         for new in objects.values():
             if new.parent:
                 self.partial.add(new.key, new.tokens, new.parent)
-        self.parts_kept.update(key[DIGEST_BYTES:] for key in objects)
+        self.parts_held.update(key[DIGEST_BYTES:] for key in objects)
 
     def enter(self, status: HandoffStatus) -> None:
         """:raises InvalidTransition: where its life does not allow it."""
@@ -239,13 +240,13 @@ def model_mismatch(mine: ModelSpec, theirs: ModelSpec) -> str:
 class Reserved(NamedTuple):
     """Keys of a hand-off's objects.
 
-    :param pending: those that are not stored yet. :param promised: those of them with room that is reserved here.
-    :param foreign: those whose writer does not report its end.
+    :param pending: those that are not stored yet. :param reserved_here: those of them with room that is reserved here.
+    :param stored_by_others: those whose writer does not report its end.
     """
 
     pending: set[bytes]
-    promised: set[bytes]
-    foreign: set[bytes]
+    reserved_here: set[bytes]
+    stored_by_others: set[bytes]
 
 
 def take(pool: Pool, owner: Owner, objects: Mapping[bytes, NewObject]) -> Reserved | None:
@@ -259,8 +260,8 @@ def take(pool: Pool, owner: Owner, objects: Mapping[bytes, NewObject]) -> Reserv
         return None
     pending = {new.key for new in missing}
     reserved = zip(missing, room, strict=True)
-    promised = {new.key for new, place in reserved if place.outcome is ReserveStatus.RESERVED}
-    return Reserved(pending, promised, {key for key in pending - promised if not _is_told(pool, key)})
+    reserved_here = {new.key for new, place in reserved if place.outcome is ReserveStatus.RESERVED}
+    return Reserved(pending, reserved_here, {key for key in pending - reserved_here if not _is_told(pool, key)})
 
 
 def _is_told(pool: Pool, key: bytes) -> bool:

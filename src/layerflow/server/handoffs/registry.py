@@ -23,7 +23,15 @@ from layerflow.observe.logs import LogRateLimiter
 from layerflow.pool.base import NewObject, Owner, Pool
 from layerflow.pool.chunk_index import ChunkIndex
 from layerflow.server.account import Charge
-from layerflow.server.handoffs.handoff import REMEMBERED, Handoff, HandoffStatistics, HandoffStatus, Prompt, Told, take
+from layerflow.server.handoffs.handoff import (
+    REMEMBERED,
+    HandoffRecord,
+    HandoffStatistics,
+    HandoffStatus,
+    Prompt,
+    Told,
+    take,
+)
 from layerflow.server.mailboxes import SLICE_S, Answer, Slices
 from layerflow.spec import ModelSpec
 from layerflow.system.numbers import ascending
@@ -31,7 +39,7 @@ from layerflow.system.numbers import ascending
 # How much of the arena hand-offs keep.
 
 
-class KeptObjects:
+class PinnedObjects:
     """Objects that hand-offs keep. Each is counted once, however many hand-offs keep it.
 
     :ivar nbytes: size of all of them together.
@@ -74,7 +82,8 @@ class Handoffs:
     """All hand-offs of a server. `now` is monotonic seconds.
 
     :param room_bytes: of the arena. :param share: of it that hand-offs may keep together.
-    :param withdraw: takes reserved room of keys that nobody will write, and why; it returns once no load touches it.
+    :param revoke_reservations: takes reserved room of keys that nobody will write, and why; the room returns once no
+        load touches it.
     :param soon: calls a function a moment later, when nothing else is under way.
     :param changed: told of each change of a state, and of each claim.
     """
@@ -85,43 +94,44 @@ class Handoffs:
         room_bytes: int,
         share: Callable[[], float],
         *,
-        withdraw: Withdraw,
+        revoke_reservations: Withdraw,
         soon: Callable[[Callable[[], None]], object],
         changed: Callable[[], None],
     ) -> None:
         self._pool = pool
         self._room_bytes = room_bytes
         self._share = share
-        self._withdraw = withdraw
+        self._revoke_reservations = revoke_reservations
         self._soon = soon
         self._changed = changed
         self._serials = ascending()
-        self._by_name: dict[str, Handoff] = {}
-        self._live: ExpiryHeap[Handoff] = ExpiryHeap()  #: those that are not over, each until it is due; oldest first
-        self._foreign: dict[Handoff, None] = {}  # some of whose objects others bring
-        self._over: deque[Handoff] = deque()
+        self._by_name: dict[str, HandoffRecord] = {}
+        #: those that are not over, each until it is due; oldest first
+        self._live: ExpiryHeap[HandoffRecord] = ExpiryHeap()
+        self._stored_by_others: dict[HandoffRecord, None] = {}  # some of whose objects others bring
+        self._over: deque[HandoffRecord] = deque()
         self._returning: deque[Slices[None]] = deque()
         self._returns_later = False
-        self._revocable: list[tuple[bool, int, Handoff]] = []  # complete ones, and some that were
-        self._waiting: dict[bytes, list[Handoff]] = {}
-        self._kept = KeptObjects()
-        self._kept_open = KeptObjects()  # of those that are not complete: nothing takes these back
+        self._revocable: list[tuple[bool, int, HandoffRecord]] = []  # complete ones, and some that were
+        self._waiting: dict[bytes, list[HandoffRecord]] = {}
+        self._pinned = PinnedObjects()
+        self._pinned_open = PinnedObjects()  # of those that are not complete: nothing takes these back
         self._log_limit = LogRateLimiter()
         # An abort may be quicker than a prefiller's scheduler: names of hand-offs that were released before `open`.
-        self._released_early: ExpiringSet[str] = ExpiringSet(REMEMBERED)
+        self._released_before_open: ExpiringSet[str] = ExpiringSet(REMEMBERED)
         self._counts: Counter[str] = Counter()
 
     # Asked ---------------------------------------------------------------------------------------
 
-    def get(self, name: str) -> Handoff | None:
+    def get(self, name: str) -> HandoffRecord | None:
         """By name; None = nobody has spoken of it, or its end is long ago."""
         return self._by_name.get(name)
 
-    def live(self) -> list[Handoff]:
+    def live(self) -> list[HandoffRecord]:
         """Return the hand-offs that are not over, oldest first."""
         return list(self._live)
 
-    def due(self, handoff: Handoff) -> float:
+    def due(self, handoff: HandoffRecord) -> float:
         """Return when a hand-off ends by itself: nobody has opened it, it is not complete, or its lease is over."""
         return self._live.until(handoff)
 
@@ -145,7 +155,7 @@ class Handoffs:
             announced=states[HandoffStatus.ANNOUNCED],
             open=states[HandoffStatus.OPEN],
             complete=states[HandoffStatus.COMPLETE],
-            kept_bytes=self._kept.nbytes,
+            kept_bytes=self._pinned.nbytes,
             opened=counts["opened"],
             completed=counts["completed"],
             claimed=counts["claimed"],
@@ -157,22 +167,22 @@ class Handoffs:
 
     # Readers -------------------------------------------------------------------------------------
 
-    def announce(self, name: str, until: float) -> Handoff:
+    def announce(self, name: str, until: float) -> HandoffRecord:
         """The hand-off of this name; one that nobody knows is announced, and forgotten at `until`."""
         known = self._by_name.get(name)
-        if self._released_early.discard(name) or known is None:
+        if self._released_before_open.discard(name) or known is None:
             known = self._begin(name, until)
         elif known.status is HandoffStatus.ANNOUNCED:
             self._live.set(known, max(self._live.until(known), until))
         return known
 
-    async def changed(self, handoff: Handoff, until: float, charge: Charge) -> Handoff:
+    async def changed(self, handoff: HandoffRecord, until: float, charge: Charge) -> HandoffRecord:
         """Wait for a hand-off's next state; at `until` it is as it is.
 
         :param charge: of the client that waits. Where the client ends first, what nobody else waits for, or opens, is
             forgotten.
         """
-        answer = Answer[Handoff](charge)
+        answer = Answer[HandoffRecord](charge)
         handoff.watchers[answer.tell] = None
         try:
             return await answer.by(until, handoff)
@@ -185,8 +195,8 @@ class Handoffs:
             handoff.watchers.pop(answer.tell, None)
 
     async def outlast(
-        self, name: str, pending: Callable[[Handoff], bool], until: float, charge: Callable[..., Charge]
-    ) -> Handoff:
+        self, name: str, pending: Callable[[HandoffRecord], bool], until: float, charge: Callable[..., Charge]
+    ) -> HandoffRecord:
         """The hand-off of this name once it is not `pending` any more; or as it is at `until`.
 
         :param charge: of what is kept of the message that waits; its `always` = however much is kept already.
@@ -200,11 +210,11 @@ class Handoffs:
                     return handoff
                 handoff = await self.changed(handoff, until, kept)
 
-    def watch(self, handoff: Handoff, told: Told) -> None:
+    def watch(self, handoff: HandoffRecord, told: Told) -> None:
         """Tell of its next state, once."""
         handoff.watchers[told] = None
 
-    def claim(self, handoff: Handoff, now: float, lease_s: float) -> None:
+    def claim(self, handoff: HandoffRecord, now: float, lease_s: float) -> None:
         """A reader has come: it is kept for as long as that reader may need, and others may come.
 
         :param lease_s: how long the reader has its hit leased.
@@ -241,9 +251,9 @@ class Handoffs:
         known = self._by_name.get(name)
         if known is not None and known in self._live and known.engine:
             return self._refused(name, f"a hand-off of this name is {known.status.value} already")
-        if self._released_early.holds(name, time.monotonic()):
+        if self._released_before_open.holds(name, time.monotonic()):
             return self._refused(name, "its reader has released it already")
-        self._released_early.discard(name)  # that time is over: readers of this one are others
+        self._released_before_open.discard(name)  # that time is over: readers of this one are others
         most = self._share() * self._room_bytes
         if (alone := prompt.nbytes(specs)) > most:
             return self._refused(name, f"it alone would keep {alone} bytes; pd.handoff_share allows {most:.0f}")
@@ -275,13 +285,13 @@ class Handoffs:
         self._tell(handoff)
         return ""
 
-    def _keep(self, handoff: Handoff, slices: Iterable[Mapping[bytes, NewObject]], most: float) -> Slices[str]:
+    def _keep(self, handoff: HandoffRecord, slices: Iterable[Mapping[bytes, NewObject]], most: float) -> Slices[str]:
         """Keep these objects for a hand-off that is being opened. Why they cannot be, else empty."""
         objects: list[Mapping[bytes, NewObject]] = []
-        fixed = self._kept_open.nbytes
+        fixed = self._pinned_open.nbytes
         for few in slices:
             objects.append(few)
-            fixed += self._kept_open.nbytes_with(few) - self._kept_open.nbytes
+            fixed += self._pinned_open.nbytes_with(few) - self._pinned_open.nbytes
             yield
         if fixed > most:
             return f"hand-offs that are not complete would keep {fixed} bytes; pd.handoff_share allows {most:.0f}"
@@ -290,7 +300,7 @@ class Handoffs:
             while taken is None:
                 if handoff.status is not HandoffStatus.ANNOUNCED:
                     return handoff.story()
-                if self._kept.nbytes_with(few) > most:
+                if self._pinned.nbytes_with(few) > most:
                     why = f"hand-offs would keep more than the {most:.0f} bytes that pd.handoff_share allows"
                 else:
                     taken = take(self._pool, handoff.owner, few)
@@ -299,20 +309,20 @@ class Handoffs:
                     if not self._revoke_oldest():
                         return why
                     yield from self._return_all()
-            self._kept.add(few)
-            self._kept_open.add(few)
+            self._pinned.add(few)
+            self._pinned_open.add(few)
             handoff.keep(few)
             handoff.pending |= taken.pending
-            handoff.promised |= taken.promised
-            handoff.foreign |= taken.foreign
-            if taken.foreign:
-                self._foreign[handoff] = None
+            handoff.reserved_here |= taken.reserved_here
+            handoff.stored_by_others |= taken.stored_by_others
+            if taken.stored_by_others:
+                self._stored_by_others[handoff] = None
             for key in taken.pending:
                 self._waiting.setdefault(key, []).append(handoff)
             yield
         return ""
 
-    def adopt(self, engine: str, objects: Sequence[NewObject], owner: Owner) -> dict[bytes, int]:
+    def take_reservations(self, engine: str, objects: Sequence[NewObject], owner: Owner) -> dict[bytes, int]:
         """A step of this engine saves these: of those for which a hand-off of it keeps room, the offset in the arena.
 
         :param owner: the step's, whose room it is from now on.
@@ -320,24 +330,24 @@ class Handoffs:
         found: dict[bytes, int] = {}
         for new in objects:
             for handoff in self._waiting.get(new.key, ()):
-                if new.key in handoff.promised and handoff.engine == engine:
-                    offset = self._pool.adopt(new, handoff.owner, owner)
+                if new.key in handoff.reserved_here and handoff.engine == engine:
+                    offset = self._pool.take_reservation(new, handoff.owner, owner)
                     if offset is not None:
-                        handoff.promised.discard(new.key)
+                        handoff.reserved_here.discard(new.key)
                         found[new.key] = offset
                     break
         return found
 
-    def give_back(self, engine: str, keys: Iterable[bytes]) -> None:
+    def cancel_reservations(self, engine: str, keys: Iterable[bytes]) -> None:
         """A load of this engine brings these into the arena by itself: no room is kept for them any more."""
         for key in keys:
             for handoff in self._waiting.get(key, ()):
-                if key in handoff.promised and handoff.engine == engine:
-                    handoff.promised.discard(key)
-                    self._withdraw([key], handoff.owner, "its engine loads it from behind the arena")
+                if key in handoff.reserved_here and handoff.engine == engine:
+                    handoff.reserved_here.discard(key)
+                    self._revoke_reservations([key], handoff.owner, "its engine loads it from behind the arena")
                 if self._waits(handoff, key):
-                    handoff.foreign.add(key)
-                    self._foreign[handoff] = None
+                    handoff.stored_by_others.add(key)
+                    self._stored_by_others[handoff] = None
 
     def end(self, name: str, engine: str, tokens: int, reason: str, now: float) -> None:
         """Note that a hand-off's engine computes nothing more of it."""
@@ -349,22 +359,22 @@ class Handoffs:
             self._close(handoff, HandoffStatus.FAILED, why)
             return
         handoff.ended = True
-        if handoff.promised:
+        if handoff.reserved_here:
             self._live.set(handoff, min(self._live.until(handoff), now + ENDED_GRACE_S))
-        self._settle(handoff, now)
+        self._complete_if_done(handoff, now)
 
-    def give_up(self, handoff: Handoff, reason: str) -> None:
+    def give_up(self, handoff: HandoffRecord, reason: str) -> None:
         """A part of it, at another server, will not be whole: neither is it."""
         if handoff.status.readable:
             over = HandoffStatus.FAILED if handoff.status is HandoffStatus.OPEN else HandoffStatus.REVOKED
             self._close(handoff, over, reason)
 
-    def part_stored(self, handoff: Handoff) -> None:
+    def part_stored(self, handoff: HandoffRecord) -> None:
         """Everything of a part of it, at another server, is stored."""
         handoff.parts -= 1
-        self._settle(handoff, time.monotonic())
+        self._complete_if_done(handoff, time.monotonic())
 
-    def part_released(self, handoff: Handoff) -> None:
+    def part_released(self, handoff: HandoffRecord) -> None:
         """Release a hand-off of which a part, at another server, is not needed any more."""
         if handoff.status.readable:
             self._close(handoff, HandoffStatus.RELEASED, "")
@@ -373,7 +383,7 @@ class Handoffs:
         """End a hand-off that no reader needs. One that is not open yet cannot be opened before `until`."""
         handoff = self._by_name.get(name)
         if handoff is None or handoff.status is HandoffStatus.ANNOUNCED:
-            self._released_early.add(name, until)
+            self._released_before_open.add(name, until)
         if handoff is not None and (handoff.status.readable or handoff.status is HandoffStatus.ANNOUNCED):
             self._close(handoff, HandoffStatus.RELEASED, "")
 
@@ -388,10 +398,10 @@ class Handoffs:
                 if not self._waits(handoff, key):
                     continue
                 handoff.pending.discard(key)
-                handoff.promised.discard(key)
-                handoff.foreign.discard(key)
+                handoff.reserved_here.discard(key)
+                handoff.stored_by_others.discard(key)
                 self._pool.hold([key], handoff.owner, math.inf)
-                self._settle(handoff, now)
+                self._complete_if_done(handoff, now)
 
     def lost(self, keys: Iterable[bytes], reason: str) -> None:
         """Note that these were being saved, and will not be stored."""
@@ -399,7 +409,7 @@ class Handoffs:
             return
         for key in keys:
             for handoff in list(self._waiting.get(key, ())):
-                if self._waits(handoff, key) and key not in handoff.promised:
+                if self._waits(handoff, key) and key not in handoff.reserved_here:
                     self._close(handoff, HandoffStatus.FAILED, f"a save of it was given up: {reason}")
 
     def purge(self, reason: str) -> None:
@@ -423,14 +433,14 @@ class Handoffs:
 
     def expire(self, now: float) -> None:
         """End the hand-offs that were due by now."""
-        for handoff in list(self._foreign):
-            self._look_for_foreign(handoff, now)
+        for handoff in list(self._stored_by_others):
+            self._look_for_others(handoff, now)
         for handoff in self._live.expire(now):
             match handoff.status:
                 case HandoffStatus.ANNOUNCED:
                     self._close(handoff, HandoffStatus.FAILED, "nobody opened it in time")
-                case HandoffStatus.OPEN if handoff.ended and handoff.promised:
-                    why = f"its engine ended it and did not save {len(handoff.promised)} of its objects"
+                case HandoffStatus.OPEN if handoff.ended and handoff.reserved_here:
+                    why = f"its engine ended it and did not save {len(handoff.reserved_here)} of its objects"
                     self._close(handoff, HandoffStatus.FAILED, why)
                 case HandoffStatus.OPEN:
                     why = f"it was not complete in time: {len(handoff.pending)} objects were not stored"
@@ -458,7 +468,7 @@ class Handoffs:
         self._close(victim, HandoffStatus.REVOKED, "newer hand-offs needed its room")
         return True
 
-    def _may_be_revoked(self, handoff: Handoff) -> None:
+    def _may_be_revoked(self, handoff: HandoffRecord) -> None:
         """List a complete hand-off: it goes before those opened later, one that a reader has come for before others."""
         if len(self._revocable) > 2 * len(self._live) + REMEMBERED:
             self._revocable = [
@@ -467,18 +477,18 @@ class Handoffs:
             heapq.heapify(self._revocable)
         heapq.heappush(self._revocable, (not handoff.claims, handoff.serial, handoff))
 
-    def _look_for_foreign(self, handoff: Handoff, now: float) -> None:
-        foreign = list(handoff.foreign)
-        if not foreign:
-            self._foreign.pop(handoff, None)
+    def _look_for_others(self, handoff: HandoffRecord, now: float) -> None:
+        stored_by_others = list(handoff.stored_by_others)
+        if not stored_by_others:
+            self._stored_by_others.pop(handoff, None)
             return
-        here = [key for key, there in zip(foreign, self._pool.lookup(foreign), strict=True) if there]
+        here = [key for key, there in zip(stored_by_others, self._pool.lookup(stored_by_others), strict=True) if there]
         self.stored(here, now)
-        gone = [key for key in handoff.foreign if self._pool.writer(key) is None]
+        gone = [key for key in handoff.stored_by_others if self._pool.writer(key) is None]
         if gone and handoff.status is HandoffStatus.OPEN:
             self._close(handoff, HandoffStatus.FAILED, f"{len(gone)} of its objects did not come from behind the arena")
 
-    def _settle(self, handoff: Handoff, now: float) -> None:
+    def _complete_if_done(self, handoff: HandoffRecord, now: float) -> None:
         if handoff.ended and not (handoff.pending or handoff.parts) and handoff.status is HandoffStatus.OPEN:
             handoff.enter(HandoffStatus.COMPLETE)
             self._live.set(handoff, now + handoff.lease_s)
@@ -488,14 +498,14 @@ class Handoffs:
             log.debug("handoff_complete", handoff=handoff.name, claims=handoff.claims)
             self._tell(handoff)
 
-    def _close(self, handoff: Handoff, status: HandoffStatus, reason: str) -> None:
+    def _close(self, handoff: HandoffRecord, status: HandoffStatus, reason: str) -> None:
         before = handoff.status
         handoff.enter(status)
         handoff.reason = reason
         self._counts[status.value] += 1
         self._live.discard(handoff)
         was_open = before is not HandoffStatus.COMPLETE
-        self._foreign.pop(handoff, None)
+        self._stored_by_others.pop(handoff, None)
         why = f"hand-off {handoff.name!r} {handoff.story()}"
         self._later(self._give_all_back(handoff, why, was_open=was_open, waiting=handoff))
         self._over.append(handoff)
@@ -509,17 +519,19 @@ class Handoffs:
             log.info("handoff_over", **names, was=before.value, state=status.value, reason=reason, unlogged=unlogged)
         self._tell(handoff)
 
-    def _let_go(self, handoff: Handoff, why: str) -> None:
+    def _let_go(self, handoff: HandoffRecord, why: str) -> None:
         """Give back what a hand-off has taken whose opening has not come to an end."""
-        taken = Handoff(handoff.name, handoff.serial, handoff.status, handoff.engine)
-        taken.objects, taken.pending, taken.promised = handoff.objects, handoff.pending, handoff.promised
-        handoff.objects, handoff.pending, handoff.promised, handoff.foreign = {}, set(), set(), set()
-        handoff.partial, handoff.parts_kept, handoff.serial = ChunkIndex(), set(), next(self._serials)
-        self._foreign.pop(handoff, None)
+        taken = HandoffRecord(handoff.name, handoff.serial, handoff.status, handoff.engine)
+        taken.objects, taken.pending, taken.reserved_here = handoff.objects, handoff.pending, handoff.reserved_here
+        handoff.objects, handoff.pending, handoff.reserved_here, handoff.stored_by_others = {}, set(), set(), set()
+        handoff.partial, handoff.parts_held, handoff.serial = ChunkIndex(), set(), next(self._serials)
+        self._stored_by_others.pop(handoff, None)
         why = f"hand-off {handoff.name!r} is refused: {why}"
         self._later(self._give_all_back(taken, why, was_open=True, waiting=handoff))
 
-    def _give_all_back(self, handoff: Handoff, why: str, *, was_open: bool, waiting: Handoff) -> Slices[None]:
+    def _give_all_back(
+        self, handoff: HandoffRecord, why: str, *, was_open: bool, waiting: HandoffRecord
+    ) -> Slices[None]:
         """Pins, and room that is reserved, return to the arena; the client that opened it is not charged any more.
 
         :param waiting: as whom it waits for its objects.
@@ -533,19 +545,19 @@ class Handoffs:
                     self._waiting[key] = others
                 else:
                     self._waiting.pop(key, None)
-            promised = [
-                key for key, new in piece.items() if key in handoff.promised and not self._pass_on(new, handoff)
+            reserved_here = [
+                key for key, new in piece.items() if key in handoff.reserved_here and not self._pass_on(new, handoff)
             ]
             handoff.pending.difference_update(piece)
-            handoff.promised.difference_update(piece)
-            if promised:
-                self._withdraw(promised, handoff.owner, why)
+            handoff.reserved_here.difference_update(piece)
+            if reserved_here:
+                self._revoke_reservations(reserved_here, handoff.owner, why)
             self._pool.release(handoff.owner, list(reversed(piece)))
-            self._kept.discard(piece)
+            self._pinned.discard(piece)
             if was_open:
-                self._kept_open.discard(piece)
+                self._pinned_open.discard(piece)
             yield
-        handoff.foreign.clear()
+        handoff.stored_by_others.clear()
         if handoff.charge is not None:
             handoff.charge.release()
 
@@ -553,10 +565,10 @@ class Handoffs:
         """Stop counting objects that are complete; what takes any of them away is done behind this."""
         left = iter(objects.items())
         while piece := dict(itertools.islice(left, PIECE)):
-            self._kept_open.discard(piece)
+            self._pinned_open.discard(piece)
             yield
 
-    def _waits(self, handoff: Handoff, key: bytes) -> bool:
+    def _waits(self, handoff: HandoffRecord, key: bytes) -> bool:
         """Is it still to store this object, and not over?"""
         return key in handoff.pending and handoff in self._live
 
@@ -598,27 +610,27 @@ class Handoffs:
             if ended:
                 self._returning.popleft()
 
-    def _begin(self, name: str, due: float) -> Handoff:
-        handoff = self._by_name[name] = Handoff(name, next(self._serials))
+    def _begin(self, name: str, due: float) -> HandoffRecord:
+        handoff = self._by_name[name] = HandoffRecord(name, next(self._serials))
         self._live.set(handoff, due)
         return handoff
 
-    def _forget(self, handoff: Handoff) -> None:
+    def _forget(self, handoff: HandoffRecord) -> None:
         """Forget a hand-off that never was more than a name that somebody waited for."""
         self._live.discard(handoff)
         if self._by_name.get(handoff.name) is handoff:
             del self._by_name[handoff.name]
 
-    def _pass_on(self, new: NewObject, handoff: Handoff) -> bool:
+    def _pass_on(self, new: NewObject, handoff: HandoffRecord) -> bool:
         """Let another hand-off of the same engine that waits for the object keep its room."""
         mine = [each for each in self._waiting.get(new.key, ()) if each.engine == handoff.engine]
         other = next((each for each in mine if self._waits(each, new.key)), None)
-        if other is None or self._pool.adopt(new, handoff.owner, other.owner) is None:
+        if other is None or self._pool.take_reservation(new, handoff.owner, other.owner) is None:
             return False
-        other.promised.add(new.key)
+        other.reserved_here.add(new.key)
         return True
 
-    def _tell(self, handoff: Handoff) -> None:
+    def _tell(self, handoff: HandoffRecord) -> None:
         self._changed()
         watchers, handoff.watchers = handoff.watchers, {}
         for told in watchers:

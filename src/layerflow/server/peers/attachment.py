@@ -36,7 +36,7 @@ class Dealer:
     """Connects at once, on the running loop. ZMQ connects again by itself; its owner decides what counts.
 
     :param keys: (server's public, own secret and public) CURVE keys in Z85; None = ``ipc://``.
-    :param heard: told each message.
+    :param on_message: told each message.
     :param hung_up: told that the connection was lost; perhaps several times.
     :raises OSError: few file descriptors are left. libzmq is not asked for what it may end the process over.
     """
@@ -48,10 +48,10 @@ class Dealer:
         keys: tuple[bytes, bytes, bytes] | None,
         *,
         max_bytes: int,
-        heard: Callable[[bytes], None],
+        on_message: Callable[[bytes], None],
         hung_up: Callable[[], None],
     ) -> None:
-        self._heard, self._hung_up = heard, hung_up
+        self._on_message, self._hung_up = on_message, hung_up
         self._loop = asyncio.get_running_loop()
         self._again = False
         self._closed = False
@@ -107,7 +107,7 @@ class Dealer:
                 return
             if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
-                self._heard(frames[0])
+                self._on_message(frames[0])
             elif int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 self._monitor.recv_multipart(zmq.NOBLOCK)
                 self._hung_up()
@@ -149,22 +149,22 @@ _STATES = {
 class PeerListener(Protocol):
     """One that reads from peers. Called on the loop."""
 
-    def peer_up(self, peer: Attachment) -> None:
+    def peer_up(self, peer: PeerAttachment) -> None:
         """A peer can be read from; again whenever its exporter is another."""
 
-    def peer_changed(self, peer: Attachment) -> None:
+    def peer_changed(self, peer: PeerAttachment) -> None:
         """A peer's state, or where it can be read, is another."""
 
-    def peer_lost(self, peer: Attachment, why: str) -> None:
+    def peer_lost(self, peer: PeerAttachment, why: str) -> None:
         """Nothing that it has lent counts any more."""
 
-    def peer_said(self, peer: Attachment, message: PeerNews) -> None:
+    def peer_said(self, peer: PeerAttachment, message: PeerNews) -> None:
         """An answer, or news of open objects."""
 
-    def peer_refused(self, peer: Attachment, number: int, why: str) -> None:
+    def peer_refused(self, peer: PeerAttachment, number: int, why: str) -> None:
         """A question was not answered, and nothing was lent."""
 
-    def peer_renewed(self, peer: Attachment, sent: float, leases: list[int]) -> None:
+    def peer_renewed(self, peer: PeerAttachment, sent: float, leases: list[int]) -> None:
         """A peer's leases last on, from `sent` (monotonic seconds) at least."""
 
 
@@ -178,7 +178,7 @@ class PeerTarget:
     keys: tuple[bytes, bytes, bytes] | None = None
 
 
-class Attachment:
+class PeerAttachment:
     """Connects, greets, keeps the connection alive, and connects again. On one loop.
 
     :param incarnation: of this server.
@@ -272,7 +272,7 @@ class Attachment:
                 self.target.address,
                 self.target.keys,
                 max_bytes=self._max_bytes,
-                heard=self._received,
+                on_message=self._received,
                 hung_up=self._hung_up,
             )
         except (zmq.ZMQError, OSError) as error:

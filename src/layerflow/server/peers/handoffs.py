@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from layerflow.config.settings import Settings
-from layerflow.server.peers.attachment import Attachment, AttachmentState
+from layerflow.server.peers.attachment import AttachmentState, PeerAttachment
 from layerflow.server.peers.questions import PeerAnswer
 from layerflow.server.peers.source import PeerSource
 from layerflow.wire.messages import MAX_PEER_KEYS
@@ -27,11 +27,11 @@ class _Waiter:
     :param timer: looks again. :param drop: the question that was asked is of no interest any more.
     """
 
-    peer: Attachment
+    peer: PeerAttachment
     attempts: int
     keys: Sequence[bytes]
     handoff: str
-    then: Callable[[PeerAnswer], None]
+    on_done: Callable[[PeerAnswer], None]
     until: float
     since: float
     timer: asyncio.TimerHandle | None = None
@@ -46,15 +46,15 @@ class HandoffReading:
 
     def __init__(self, settings: Callable[[], Settings], source: PeerSource) -> None:
         self._settings, self._source = settings, source
-        self._waiting: dict[Attachment, dict[_Waiter, None]] = {}
+        self._waiting: dict[PeerAttachment, dict[_Waiter, None]] = {}
         source.on_change, source.waits_for = self._changed, self.waits_for
 
     def ask(
         self,
-        servers: Sequence[Attachment],
+        servers: Sequence[PeerAttachment],
         keys: Sequence[bytes],
         handoff: str,
-        then: Callable[[PeerAnswer], None],
+        on_done: Callable[[PeerAnswer], None],
         until: float,
     ) -> Callable[[], None]:
         """What do these servers lend of a hand-off, stored or still to be? Answered once, by `until`.
@@ -64,9 +64,9 @@ class HandoffReading:
         answer any more.
         """
         waiting, joined = set(servers), PeerAnswer(frozenset())
-        asked: dict[Attachment, _Waiter] = {}
+        asked: dict[PeerAttachment, _Waiter] = {}
 
-        def heard(peer: Attachment, answer: PeerAnswer) -> None:
+        def take(peer: PeerAttachment, answer: PeerAnswer) -> None:
             nonlocal joined
             if not waiting:
                 self._give_back(handoff, [peer])  # too late
@@ -78,7 +78,7 @@ class HandoffReading:
                 joined = PeerAnswer(frozenset(), False, joined.reason, failed=True)
                 waiting.clear()
             if not waiting:
-                then(joined)
+                on_done(joined)
 
         def cancel() -> None:
             waiting.clear()
@@ -88,21 +88,21 @@ class HandoffReading:
                     waiter.drop()
 
         if not servers:
-            then(joined)
+            on_done(joined)
         now = time.monotonic()
         for peer in servers:
             attempts = peer.attempts + (1 if peer.state is AttachmentState.DOWN else 0)
             few = list(keys)[:MAX_PEER_KEYS]
-            waiter = asked[peer] = _Waiter(peer, attempts, few, handoff, functools.partial(heard, peer), until, now)
+            waiter = asked[peer] = _Waiter(peer, attempts, few, handoff, functools.partial(take, peer), until, now)
             self._go_on(waiter)
         return cancel
 
-    def difference(self, servers: Sequence[Attachment], model: str) -> str:
+    def difference(self, servers: Sequence[PeerAttachment], model: str) -> str:
         """The first fact in which one of these differs from the model that is read here; empty = none is known."""
         known = self._source.compatibility.differences
         return next((why for peer in servers if (why := known.get(peer.target.name, {}).get(model, ""))), "")
 
-    def release(self, name: str, servers: Sequence[Attachment]) -> None:
+    def release(self, name: str, servers: Sequence[PeerAttachment]) -> None:
         """Release a hand-off: what is read of it is read to the end, and the rest given back.
 
         A server that is not attached yet is told once it is; past this server's own `pd.handoff_lease_s` no more, for a
@@ -113,7 +113,7 @@ class HandoffReading:
         for peer in servers:
             self._source.releases.tell(peer, name, until)
 
-    def waits_for(self, peer: Attachment) -> bool:
+    def waits_for(self, peer: PeerAttachment) -> bool:
         """Does a lookup wait until this server can be asked?"""
         return peer in self._waiting
 
@@ -122,21 +122,21 @@ class HandoffReading:
         source, now, peer = self._source, time.monotonic(), waiter.peer
         left = waiter.until - now
         if why := self._hopeless(waiter, now):
-            waiter.then(PeerAnswer(frozenset(), reason=why, failed=True))
+            waiter.on_done(PeerAnswer(frozenset(), reason=why, failed=True))
         elif not source.able(peer, now):
             self._waiting.setdefault(peer, {})[waiter] = None
-            patience = [left, waiter.since + GRACE_S - now if peer.up else left, source.rests(peer, now) or left]
-            waiter.timer = asyncio.get_running_loop().call_later(max(0.0, min(patience)), self._wake, waiter)
+            waits = [left, waiter.since + GRACE_S - now if peer.up else left, source.rests(peer, now) or left]
+            waiter.timer = asyncio.get_running_loop().call_later(max(0.0, min(waits)), self._wake, waiter)
         else:
             lease_ms, handoff = self._settings().peers.lease_ms, waiter.handoff
-            answered = functools.partial(self._answered, waiter.then)
+            answered = functools.partial(self._answered, waiter.on_done)
             waiter.drop = source.questions.ask(
                 [peer], waiter.keys, answered, timeout_s=left, lease_ms=lease_ms, handoff=handoff
             )
 
-    def _answered(self, then: Callable[[PeerAnswer], None], answer: PeerAnswer) -> None:
+    def _answered(self, on_done: Callable[[PeerAnswer], None], answer: PeerAnswer) -> None:
         self._source.watch_leases()
-        then(answer)
+        on_done(answer)
 
     def _hopeless(self, waiter: _Waiter, now: float) -> str:
         """Why waiting is of no use; empty = it may be."""
@@ -158,7 +158,7 @@ class HandoffReading:
         self._forget(waiter)
         self._go_on(waiter)
 
-    def _changed(self, peer: Attachment | None) -> None:
+    def _changed(self, peer: PeerAttachment | None) -> None:
         """Something about a server has changed, or about what reads from all of them (None)."""
         for each in [peer] if peer is not None else list(self._waiting):
             for waiter in list(self._waiting.get(each, ())):
@@ -172,7 +172,7 @@ class HandoffReading:
         if not mine:
             self._waiting.pop(waiter.peer, None)
 
-    def _give_back(self, handoff: str, servers: Sequence[Attachment]) -> None:
+    def _give_back(self, handoff: str, servers: Sequence[PeerAttachment]) -> None:
         for peer in servers:
             for lease in self._source.offers.leases(peer):
                 if lease.handoff == handoff:

@@ -32,9 +32,9 @@ from layerflow.observe.logs import LogRateLimiter
 from layerflow.pool.base import Located, Owner, Pool
 from layerflow.server.account import Refused
 from layerflow.server.clients import Address, Reader, Sessions
-from layerflow.server.handoffs.handoff import Handoff, HandoffStatus, model_mismatch
+from layerflow.server.handoffs.handoff import HandoffRecord, HandoffStatus, model_mismatch
 from layerflow.server.handoffs.registry import Handoffs
-from layerflow.server.incoming import Follows
+from layerflow.server.incoming import IncomingSaves
 from layerflow.server.mailboxes import Mailboxes, Work, at_once, next_turn
 from layerflow.server.tier.host import HostProcess
 from layerflow.spec import GroupSpec, ModelSpec, Shard
@@ -47,8 +47,8 @@ from layerflow.wire.peer_link import LINK_KEY_BYTES, reader_key_of
 from layerflow.wire.rights import Rights
 
 
-class LeaseState(enum.Enum):
-    """Where a lease is; :data:`LEASE_LIFE` says what each means."""
+class PeerLeaseState(enum.Enum):
+    """Where a lease is; :data:`PEER_LEASE_LIFE` says what each means."""
 
     ASKED = "asked"
     LENT = "lent"
@@ -56,25 +56,25 @@ class LeaseState(enum.Enum):
     OVER = "over"
 
 
-LEASE_LIFE = Life(
+PEER_LEASE_LIFE = Life(
     "a lease of a peer",
     {
-        LeaseState.ASKED: (
+        PeerLeaseState.ASKED: (
             "its objects are being pinned; neither the reader nor the exporter has been told of it",
-            (LeaseState.LENT, LeaseState.OVER),
+            (PeerLeaseState.LENT, PeerLeaseState.OVER),
         ),
-        LeaseState.LENT: ("its reader may begin to read", (LeaseState.WITHDRAWN,)),
-        LeaseState.WITHDRAWN: (
+        PeerLeaseState.LENT: ("its reader may begin to read", (PeerLeaseState.WITHDRAWN,)),
+        PeerLeaseState.WITHDRAWN: (
             "given back, expired, or its reader is gone: no read of it begins, those under way may not have ended",
-            (LeaseState.OVER,),
+            (PeerLeaseState.OVER,),
         ),
-        LeaseState.OVER: ("it pins nothing", ()),
+        PeerLeaseState.OVER: ("it pins nothing", ()),
     },
 )
 
 
 @dataclass(slots=True, eq=False)
-class Lease:
+class PeerLease:
     """What a reader was lent with one answer.
 
     :param lease_s: it ends so long after it was lent or last renewed.
@@ -85,7 +85,7 @@ class Lease:
     reader: Reader
     lease_s: float
     nbytes: int = 0
-    state: LeaseState = LeaseState.ASKED
+    state: PeerLeaseState = PeerLeaseState.ASKED
 
     @property
     def owner(self) -> tuple[str, int]:
@@ -97,15 +97,15 @@ class Lease:
         """The owner of the pins of what was asked for, until it is known which of it is lent."""
         return ("peer_asked", self.number)
 
-    def enter(self, state: LeaseState) -> None:
+    def enter(self, state: PeerLeaseState) -> None:
         """:raises InvalidTransition: where its life does not allow it."""
-        LEASE_LIFE.check(self.state, state, f"{self.number} of {self.reader.name!r}")
+        PEER_LEASE_LIFE.check(self.state, state, f"{self.number} of {self.reader.name!r}")
         self.state = state
 
 
 # What is lent while it is being stored: readers are told of each layer, and of objects that will not be whole.
 #
-# The core follows the save for them (:class:`layerflow.server.incoming.Follows`), and keeps the room of what is
+# The core follows the save for them (:class:`layerflow.server.incoming.IncomingSaves`), and keeps the room of what is
 # given up until the exporter has said that it reads nothing of the lease any more.
 
 
@@ -138,20 +138,20 @@ class OpenObjects:
 
     def __init__(
         self,
-        follows: Follows,
+        follows: IncomingSaves,
         models: Callable[[], Sequence[ModelSpec]],
         *,
         extend: Callable[[Extend], object],
-        tell: Callable[[Lease, Message], object],
-        end: Callable[[Lease], None],
+        tell: Callable[[PeerLease, Message], object],
+        end: Callable[[PeerLease], None],
     ) -> None:
         self._follows, self._models = follows, models
         self._extend, self._tell, self._end = extend, tell, end
         # By the owner of a lease: what it is lent, and where in the lease.
-        self._lent: dict[Owner, tuple[Lease, dict[bytes, tuple[int, OpenObject]]]] = {}
+        self._lent: dict[Owner, tuple[PeerLease, dict[bytes, tuple[int, OpenObject]]]] = {}
         follows.listener = self
 
-    def lend(self, lease: Lease, wanted: dict[bytes, int], spec: ModelSpec) -> dict[bytes, OpenObject]:
+    def lend(self, lease: PeerLease, wanted: dict[bytes, int], spec: ModelSpec) -> dict[bytes, OpenObject]:
         """Lend what is being stored, or has room to be, of these keys.
 
         :param wanted: by key, its position in the lease.
@@ -173,7 +173,7 @@ class OpenObjects:
                     continue
                 coming, job = followed
                 # What no step saves yet is stored by whichever steps come: each object on its own.
-                save = saves.setdefault(key if job.promised else job, len(saves))
+                save = saves.setdefault(key if job.unclaimed else job, len(saves))
                 nbytes = object_bytes(group, coming.blocks)
                 found = OpenObject(coming.offset, coming.blocks, nbytes, job.stored, save, group)
                 mine[key] = wanted[key], found
@@ -181,10 +181,10 @@ class OpenObjects:
             self._lent[lease.owner] = lease, mine
         return {key: found for key, (_, found) in mine.items()}
 
-    def drop(self, lease: Lease) -> None:
+    def drop(self, lease: PeerLease) -> None:
         """Nothing of the lease is read any more."""
         if self._lent.pop(lease.owner, None) is not None:
-            self._follows.give_back(lease.owner)
+            self._follows.stop_lending(lease.owner)
 
     def lent_stored(self, owner: Owner, keys: Sequence[bytes], layers: int) -> None:
         """Let so many leading layers of these be read."""
@@ -205,7 +205,7 @@ class OpenObjects:
         self._tell(lease, wire.PeerProgress(lease.number, positions, 0, reason=reason or "its save was given up"))
         self._end(lease)
 
-    def _extended(self, owner: Owner, keys: Sequence[bytes], layers: int) -> tuple[Lease, bytes]:
+    def _extended(self, owner: Owner, keys: Sequence[bytes], layers: int) -> tuple[PeerLease, bytes]:
         """Tell the exporter how much of these may be read; their lease, and their positions in it."""
         lease, mine = self._lent[owner]
         positions = pack_u32([mine[key][0] for key in keys])
@@ -405,7 +405,7 @@ class LocalPartitions:
         self._tell = tell
         self._models: dict[bytes, list[Shard]] = {}
 
-    def learn(self, spec: ModelSpec) -> None:
+    def add_partition(self, spec: ModelSpec) -> None:
         """A worker of this model has attached."""
         first, known = spec.shard.peers()[0], self._models.get(spec.fingerprint, [])
         if not spec.shard.shareable or (known and known[-1] == first):
@@ -445,7 +445,7 @@ class Lending:
         models: Callable[[], Sequence[ModelSpec]],
         send: Callable[[Address, Message], object],
         handoffs: Handoffs,
-        follows: Follows,
+        follows: IncomingSaves,
         sessions: Sessions,
         mailboxes: Mailboxes,
     ) -> None:
@@ -454,7 +454,7 @@ class Lending:
         self._arena_bytes = arena[1]
         self.incarnation = secrets.token_bytes(wire.INCARNATION_BYTES)
         self._handoffs, self._sessions = handoffs, sessions
-        self._sizes = LocalPartitions(self._tell_all)
+        self._partitions = LocalPartitions(self._tell_all)
         self._open = OpenObjects(
             follows,
             models,
@@ -462,8 +462,8 @@ class Lending:
             tell=lambda lease, message: self._send(lease.reader.address, message),
             end=self._end,
         )
-        self._leases: dict[int, Lease] = {}  #: those that are lent, and those withdrawn
-        self._ends: ExpiryHeap[Lease] = ExpiryHeap()  #: of those that are lent
+        self._leases: dict[int, PeerLease] = {}  #: those that are lent, and those withdrawn
+        self._ends: ExpiryHeap[PeerLease] = ExpiryHeap()  #: of those that are lent
         self._log_limit = LogRateLimiter()
         self._numbers = ascending()
         self._lent_bytes = 0
@@ -488,14 +488,14 @@ class Lending:
         reader = self._sessions.open_reader(address, message.name, message.pid, time.monotonic(), rights)
         log.info("peer_reader", reader=reader.name, pid=reader.pid, door=address[0])
         self._welcome(reader)
-        for told in self._sizes.all():
+        for told in self._partitions.all():
             self._send(address, told)
 
-    def learn(self, spec: ModelSpec) -> None:
+    def add_partition(self, spec: ModelSpec) -> None:
         """A worker of this model has attached: readers of other sizes can use what it stores."""
-        self._sizes.learn(spec)
+        self._partitions.add_partition(spec)
 
-    def hear(self, reader: Reader, message: wire.ToServer, handle: Handle, nbytes: int) -> None:
+    def receive(self, reader: Reader, message: wire.ToServer, handle: Handle, nbytes: int) -> None:
         """Let `handle` do what a reader's message asks, behind what it has asked before.
 
         What cannot be done is answered, and costs it nothing else.
@@ -601,7 +601,7 @@ class Lending:
                     "door": reader.address[0],
                     "leases": len(reader.leases),
                     "lookups": reader.lookups,
-                    "heard_s_ago": round(now - reader.heard, 3),
+                    "heard_s_ago": round(now - reader.heard_at, 3),
                 }
                 for reader in self._sessions.readers()
             ],
@@ -644,19 +644,19 @@ class Lending:
 
         :param storing: of the engine whose objects are lent before they are whole, too.
         """
-        lease = Lease(next(self._numbers), reader, message.lease_ms / 1e3)
+        lease = PeerLease(next(self._numbers), reader, message.lease_ms / 1e3)
         try:
             await self._take(lease, message, storing, reason, failed=failed)
         except BaseException:
             # Whatever went wrong, a reader that was not answered has nothing.
-            if lease.state is LeaseState.LENT:
+            if lease.state is PeerLeaseState.LENT:
                 self._end(lease)
-            elif lease.state is LeaseState.ASKED:
+            elif lease.state is PeerLeaseState.ASKED:
                 self._free(lease)
             raise
 
     async def _take(
-        self, lease: Lease, message: wire.PeerLookup, storing: ModelSpec | None, reason: str, *, failed: bool
+        self, lease: PeerLease, message: wire.PeerLookup, storing: ModelSpec | None, reason: str, *, failed: bool
     ) -> None:
         keys = split_keys(message.keys)
         items = list(map(LentItem, keys, itertools.repeat(wire.MISSING)))
@@ -687,7 +687,7 @@ class Lending:
         told = lent(number, token, lease_key, items)
         answer = found_of(message, number, token, items=items, reason=reason or why, failed=failed, lease_key=lease_key)
         if lent_objects:
-            lease.enter(LeaseState.LENT)
+            lease.enter(PeerLeaseState.LENT)
             self._leases[lease.number] = lease
             lease.reader.leases.add(lease.number)
             self._renew(lease)
@@ -695,7 +695,7 @@ class Lending:
             self.exporting.send(told)
         self._send(lease.reader.address, answer)
 
-    def _pin(self, wanted: Mapping[bytes, int], lease: Lease, items: list[LentItem]) -> str:
+    def _pin(self, wanted: Mapping[bytes, int], lease: PeerLease, items: list[LentItem]) -> str:
         """Pin what is whole here, as far as the share allows; why something that is there was left out.
 
         :param wanted: by key, its position. :param items: of all keys of the lookup; those that are lent are put there.
@@ -716,18 +716,18 @@ class Lending:
             lease.nbytes += item.nbytes
             self._lent_bytes += item.nbytes
         if mine:
-            self._pool.share(lease.asked, mine, lease.owner)
+            self._pool.copy_pins(lease.asked, mine, lease.owner)
         self._pool.release(lease.asked)
         return reason
 
-    def _renew(self, lease: Lease) -> None:
+    def _renew(self, lease: PeerLease) -> None:
         self._ends.set(lease, time.monotonic() + lease.lease_s)
 
-    def _end(self, lease: Lease) -> None:
+    def _end(self, lease: PeerLease) -> None:
         """No read of it may begin any more; its pins go when none is under way."""
-        if lease.state is not LeaseState.LENT:
+        if lease.state is not PeerLeaseState.LENT:
             return
-        lease.enter(LeaseState.WITHDRAWN)
+        lease.enter(PeerLeaseState.WITHDRAWN)
         self._ends.discard(lease)
         lease.reader.leases.discard(lease.number)
         if not self.exporting.send(Withdraw(lease.number)) and not self.exporting.alive:
@@ -736,13 +736,13 @@ class Lending:
     def _withdrawn(self, number: int) -> None:
         """Nothing of it is read any more."""
         lease = self._leases.get(number)
-        if lease is not None and lease.state is LeaseState.WITHDRAWN:
+        if lease is not None and lease.state is PeerLeaseState.WITHDRAWN:
             del self._leases[number]
             self._free(lease)
 
-    def _free(self, lease: Lease) -> None:
+    def _free(self, lease: PeerLease) -> None:
         """Give back what a lease keeps here, which nobody reads."""
-        lease.enter(LeaseState.OVER)
+        lease.enter(PeerLeaseState.OVER)
         self._lent_bytes -= lease.nbytes
         self._open.drop(lease)
         self._pool.release(lease.owner)
@@ -776,5 +776,5 @@ class Lending:
         )
 
 
-def _is_announced(handoff: Handoff) -> bool:
+def _is_announced(handoff: HandoffRecord) -> bool:
     return handoff.status is HandoffStatus.ANNOUNCED

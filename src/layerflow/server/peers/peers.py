@@ -21,12 +21,12 @@ from layerflow.observe.collectors import PeerStatistics
 from layerflow.pool.base import Pool
 from layerflow.server.clients import Address, Sessions
 from layerflow.server.handoffs.registry import Handoffs
-from layerflow.server.incoming import Follows, IncomingObjects
+from layerflow.server.incoming import IncomingObjects, IncomingSaves
 from layerflow.server.mailboxes import Mailboxes
-from layerflow.server.peers.attachment import Attachment, PeerTarget
+from layerflow.server.peers.attachment import PeerAttachment, PeerTarget
+from layerflow.server.peers.handoff_parts import HandoffParts
 from layerflow.server.peers.handoffs import HandoffReading
 from layerflow.server.peers.lending import Lending
-from layerflow.server.peers.parts import HandoffParts
 from layerflow.server.peers.source import PeerSource
 from layerflow.server.transport.security import read_keys
 from layerflow.spec import ModelSpec
@@ -52,7 +52,7 @@ def source_status(source: PeerSource) -> dict[str, Any]:
     }
 
 
-def _peer(source: PeerSource, peer: Attachment) -> dict[str, Any]:
+def _peer(source: PeerSource, peer: PeerAttachment) -> dict[str, Any]:
     cost = source.costs.of(peer.target.name)
     return {
         "peer": peer.target.name,
@@ -98,7 +98,7 @@ class Peers:
         send: Callable[[Address, Message], object],
         emit: Callable[[Sequence[Event]], None],
         incoming: IncomingObjects,
-        storing: tuple[Handoffs, Follows],
+        storing: tuple[Handoffs, IncomingSaves],
         sessions: Sessions,
         mailboxes: Mailboxes,
     ) -> None:
@@ -187,11 +187,11 @@ class Peers:
     def attached(self, spec: ModelSpec) -> None:
         """A worker of this model has attached here."""
         if self.lending is not None:
-            self.lending.learn(spec)
+            self.lending.add_partition(spec)
         if self.source is not None:
             self.source.compare(spec)
 
-    def learn(self, address: str) -> Attachment:
+    def learn(self, address: str) -> PeerAttachment:
         """Attach to a server that a request names.
 
         :raises ConfigError: it is not known, and there is no key for it.
@@ -212,7 +212,7 @@ class Peers:
             listed = PeerTarget(name=address, address=address, link=link, keys=self._keys(address, key))
         return self.source.add(listed)
 
-    def _learned(self) -> list[Attachment]:
+    def _learned(self) -> list[PeerAttachment]:
         """Servers that requests have named, those away first, and of these the one that was away longest."""
         assert self.source is not None
         named = {target.address for target in self._targets}
@@ -241,7 +241,7 @@ class Peers:
         """Release a hand-off: tell the servers that keep it, and give back what they have lent of it."""
         if self.reading is None:
             return
-        servers: list[Attachment] = []
+        servers: list[PeerAttachment] = []
         for address in dict.fromkeys(addresses):
             try:
                 if not self.is_own(address):
@@ -285,6 +285,6 @@ class Peers:
         secret = read_keys(path)[0]
         return server_key.encode(), secret, zmq.curve_public(secret)
 
-    def _attachment(self, target: PeerTarget, source: PeerSource) -> Attachment:
+    def _attachment(self, target: PeerTarget, source: PeerSource) -> PeerAttachment:
         most = self._settings().server.max_message_bytes
-        return Attachment(target, self._context, self.incarnation, name=self.name, max_bytes=most, listener=source)
+        return PeerAttachment(target, self._context, self.incarnation, name=self.name, max_bytes=most, listener=source)

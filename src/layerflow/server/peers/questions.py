@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from layerflow.errors import ProtocolError
-from layerflow.server.peers.attachment import Attachment
+from layerflow.server.peers.attachment import PeerAttachment
 from layerflow.wire import messages as wire
 from layerflow.wire.packing import unpack_u32, unpack_u64
 from layerflow.wire.peer_link import LINK_KEY_BYTES
@@ -34,7 +34,7 @@ class RemoteLease:
     :param layers: of open objects, by position, how many leading layers are stored.
     """
 
-    peer: Attachment
+    peer: PeerAttachment
     number: int
     token: bytes
     lease_key: bytes
@@ -78,7 +78,7 @@ class Offers:
     """All leases, and the newest offer of every key."""
 
     def __init__(self) -> None:
-        self._leases: dict[tuple[Attachment, int], RemoteLease] = {}
+        self._leases: dict[tuple[PeerAttachment, int], RemoteLease] = {}
         self._by_key: dict[bytes, Offer] = {}
 
     def __len__(self) -> int:
@@ -89,12 +89,12 @@ class Offers:
         """Offered now."""
         return len(self._by_key)
 
-    def leases(self, peer: Attachment | None = None) -> Iterator[RemoteLease]:
+    def leases(self, peer: PeerAttachment | None = None) -> Iterator[RemoteLease]:
         """Return the leases of one peer, or of all."""
         return (lease for lease in list(self._leases.values()) if peer is None or lease.peer is peer)
 
     def add(
-        self, peer: Attachment, keys: Sequence[bytes], found: wire.PeerFound, asked_at: float, lease_s: float
+        self, peer: PeerAttachment, keys: Sequence[bytes], found: wire.PeerFound, asked_at: float, lease_s: float
     ) -> RemoteLease:
         """A peer has answered. Keys that somebody else offers already are offered by both; the first one counts.
 
@@ -127,7 +127,7 @@ class Offers:
         offer = self._by_key.get(key)
         return offer if offer is not None and offer.lease.until > now else None
 
-    def lease(self, peer: Attachment, number: int) -> RemoteLease | None:
+    def lease(self, peer: PeerAttachment, number: int) -> RemoteLease | None:
         """By its owner and number."""
         return self._leases.get((peer, number))
 
@@ -181,7 +181,7 @@ class PeerAnswer:
 class _Question:
     """:param waiting: numbers that have no answer. :param timer: None = it is over."""
 
-    then: Callable[[PeerAnswer], None]
+    on_done: Callable[[PeerAnswer], None]
     handoff: str
     timer: asyncio.TimerHandle | None = None
     waiting: set[int] = field(default_factory=set)
@@ -194,7 +194,7 @@ class _Question:
 @dataclass(frozen=True, slots=True)
 class _Asked:
     question: _Question
-    peer: Attachment
+    peer: PeerAttachment
     keys: Sequence[bytes]
     at: float
     lease_ms: int
@@ -209,24 +209,24 @@ class PeerQuestions:
     def __init__(self, offers: Offers, numbers: Iterator[int]) -> None:
         self._offers, self._numbers = offers, numbers
         self._asked: dict[int, _Asked] = {}
-        self._late: dict[int, Attachment] = {}  # what is over and was not answered, oldest first
+        self._late: dict[int, PeerAttachment] = {}  # what is over and was not answered, oldest first
         self.lookups = self.keys = self.unanswered = 0
 
     def ask(
         self,
-        peers: Sequence[Attachment],
+        peers: Sequence[PeerAttachment],
         keys: Sequence[bytes],
-        then: Callable[[PeerAnswer], None],
+        on_done: Callable[[PeerAnswer], None],
         *,
         timeout_s: float,
         lease_ms: int,
         handoff: str = "",
     ) -> Callable[[], None]:
-        """Ask these; `then` is told once, perhaps at once. Call what is returned where nobody waits any more.
+        """Ask these; `on_done` is told once, perhaps at once. Call what is returned where nobody waits any more.
 
         :param handoff: also for what is still to be stored of it.
         """
-        question, now, packed = _Question(then, handoff), time.monotonic(), b"".join(keys)
+        question, now, packed = _Question(on_done, handoff), time.monotonic(), b"".join(keys)
         wait_ms = max(1, round(timeout_s * 1e3)) if handoff else 0
         for peer in peers:
             assert peer.welcome is not None
@@ -239,14 +239,14 @@ class PeerQuestions:
         if question.waiting:
             question.timer = asyncio.get_running_loop().call_later(timeout_s, self._too_late, question)
         else:
-            then(PeerAnswer(frozenset()))
+            on_done(PeerAnswer(frozenset()))
         return functools.partial(self._drop, question)
 
-    def waits_for(self, peer: Attachment) -> bool:
+    def waits_for(self, peer: PeerAttachment) -> bool:
         """Is a question to this peer under way?"""
         return any(asked.peer is peer for asked in self._asked.values())
 
-    def answered(self, peer: Attachment, message: wire.PeerFound) -> None:
+    def answered(self, peer: PeerAttachment, message: wire.PeerFound) -> None:
         """A peer has answered.
 
         :raises ProtocolError: its lists do not fit the question.
@@ -272,7 +272,7 @@ class PeerQuestions:
             question.open = question.open or any(offer.open for offer in lease.offers.values())
         question.reason = question.reason or message.reason
         question.failed = question.failed or message.failed
-        self._settle(message.id)
+        self._peer_done(message.id)
 
     def refused(self, number: int, why: str) -> None:
         """A peer does not answer."""
@@ -281,22 +281,22 @@ class PeerQuestions:
         if asked is not None:
             log.warning("peer_refused", peer=asked.peer.target.name, reason=why)
             asked.question.reason, asked.question.failed = asked.question.reason or why, True
-            self._settle(number)
+            self._peer_done(number)
 
-    def lost(self, peer: Attachment, why: str) -> None:
+    def lost(self, peer: PeerAttachment, why: str) -> None:
         """Nothing that this peer was asked is answered."""
         self._late = {number: other for number, other in self._late.items() if other is not peer}
         for number, asked in list(self._asked.items()):
             if asked.peer is peer:
                 asked.question.reason, asked.question.failed = asked.question.reason or why, True
-                self._settle(number)
+                self._peer_done(number)
 
     def _too_late(self, question: _Question) -> None:
         self.unanswered += 1
         question.reason = question.reason or "no answer in time"
         self._end(question)
 
-    def _settle(self, number: int) -> None:
+    def _peer_done(self, number: int) -> None:
         question = self._asked.pop(number).question
         question.waiting.discard(number)
         if not question.waiting:
@@ -304,7 +304,7 @@ class PeerQuestions:
 
     def _end(self, question: _Question) -> None:
         self._forget(question)
-        question.then(PeerAnswer(frozenset(question.found), question.open, question.reason, question.failed))
+        question.on_done(PeerAnswer(frozenset(question.found), question.open, question.reason, question.failed))
 
     def _drop(self, question: _Question) -> None:
         """Drop a question that nobody waits for; what was lent by then runs out, or is somebody else's by now."""

@@ -24,9 +24,9 @@ from layerflow.hosts.backend import ObjectStatus
 from layerflow.keys import describe_key
 from layerflow.links import links
 from layerflow.pool.base import NewObject, Pool
-from layerflow.server.incoming import AtPeer, Fetches, IncomingObjects
-from layerflow.server.peers.attachment import Attachment, PeerNews, PeerTarget
-from layerflow.server.peers.parts import HandoffParts
+from layerflow.server.incoming import AtPeer, IncomingFetches, IncomingObjects
+from layerflow.server.peers.attachment import PeerAttachment, PeerNews, PeerTarget
+from layerflow.server.peers.handoff_parts import HandoffParts
 from layerflow.server.peers.questions import MARGIN, Offer, Offers, PeerAnswer, PeerQuestions, RemoteLease
 from layerflow.server.tier.host import HostProcess
 from layerflow.server.tier.tier import MAX_HIDDEN_KEYS
@@ -57,15 +57,15 @@ class ModelCompatibility:
 
     def __init__(self, models: Callable[[], Sequence[ModelSpec]], numbers: Iterator[int]) -> None:
         self._models, self._numbers = models, numbers
-        self._asked: dict[int, tuple[Attachment, ModelSpec]] = {}
+        self._asked: dict[int, tuple[PeerAttachment, ModelSpec]] = {}
         self.differences: dict[str, dict[str, str]] = {}  #: by peer and model, the first fact that differs
 
-    def peer_up(self, peer: Attachment) -> None:
+    def peer_up(self, peer: PeerAttachment) -> None:
         """Compare all models with those of a peer."""
         for spec in self._models():
             self.compare(peer, spec)
 
-    def compare(self, peer: Attachment, spec: ModelSpec) -> None:
+    def compare(self, peer: PeerAttachment, spec: ModelSpec) -> None:
         """Ask a peer whether its model is this one."""
         self._asked = {
             number: asked
@@ -76,16 +76,16 @@ class ModelCompatibility:
         if peer.send(wire.PeerCompare(number, spec)):
             self._asked[number] = peer, spec
 
-    def lost(self, peer: Attachment) -> None:
+    def lost(self, peer: PeerAttachment) -> None:
         """Forget questions that a peer will not answer."""
         self._asked = {number: asked for number, asked in self._asked.items() if asked[0] is not peer}
 
-    def forget(self, peer: Attachment) -> None:
+    def forget(self, peer: PeerAttachment) -> None:
         """Forget a peer that is not attached any more."""
         self.lost(peer)
         self.differences.pop(peer.target.name, None)
 
-    def answered(self, peer: Attachment, message: wire.PeerCompared) -> None:
+    def answered(self, peer: PeerAttachment, message: wire.PeerCompared) -> None:
         """Take note of a peer's answer."""
         known, spec = self._asked.pop(message.id, (None, None))
         if known is not peer or spec is None:
@@ -103,28 +103,28 @@ class RemotePartitions:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._told: dict[bytes, list[Shard]] = {}
+        self._remote: dict[bytes, list[Shard]] = {}
 
-    def learn(self, spec: ModelSpec) -> None:
+    def add_partition(self, spec: ModelSpec) -> None:
         """A worker of this model has attached here: what peers have told of it matters from now on."""
-        for shard in self._told.get(spec.fingerprint, ()):
-            self._pool.hear(spec.fingerprint, shard)
+        for shard in self._remote.get(spec.fingerprint, ()):
+            self._pool.add_remote_partition(spec.fingerprint, shard)
 
-    def told(self, message: wire.PeerPartitions) -> None:
+    def add_peer_partitions(self, message: wire.PeerPartitions) -> None:
         """A peer tells."""
-        known = self._told.pop(message.model, [])
+        known = self._remote.pop(message.model, [])
         fresh = [*message.partitions, *(shard for shard in known if shard not in message.partitions)]
-        self._told[message.model] = fresh[: wire.MAX_PEER_PARTITIONS]
-        if len(self._told) > MOST_MODELS:
-            del self._told[next(iter(self._told))]
+        self._remote[message.model] = fresh[: wire.MAX_PEER_PARTITIONS]
+        if len(self._remote) > MOST_MODELS:
+            del self._remote[next(iter(self._remote))]
         for shard in message.partitions:
-            self._pool.hear(message.model, shard)
+            self._pool.add_remote_partition(message.model, shard)
 
 
 # What reading from each peer costs, as measured: its importer's calls, which end in order, one after the other.
 
 
-class _Call(NamedTuple):
+class _ReadCall(NamedTuple):
     number: int
     nbytes: int
     peer: str
@@ -134,7 +134,7 @@ class LinkCosts:
     """Latency and bandwidth by the name of the peer."""
 
     def __init__(self) -> None:
-        self._calls: deque[_Call] = deque()
+        self._calls: deque[_ReadCall] = deque()
         self._began = 0.0
         self._models: dict[str, LinkModel] = {}
 
@@ -142,7 +142,7 @@ class LinkCosts:
         """The importer was given a call."""
         if not self._calls:
             self._began = time.monotonic()
-        self._calls.append(_Call(call, nbytes, peer))
+        self._calls.append(_ReadCall(call, nbytes, peer))
 
     def ended(self, number: int, *, whole: bool) -> None:
         """Note the end of a call to a peer. :param whole: all of it has come."""
@@ -168,7 +168,7 @@ class LinkCosts:
         model = self._models.get(peer)
         return model.estimate if model is not None else None
 
-    def dear(self, offered: Mapping[bytes, tuple[str, int]], object_s: float) -> frozenset[bytes]:
+    def slower_than_compute(self, offered: Mapping[bytes, tuple[str, int]], object_s: float) -> frozenset[bytes]:
         """What would take longer to read than to compute, peer by peer; of a peer of which nothing is known, nothing.
 
         :param offered: by key, the peer and the object's bytes. :param object_s: what computing one takes.
@@ -193,13 +193,13 @@ class PeerReleases:
     """One server's releases at its peers, delivered once they are attached. On its loop."""
 
     def __init__(self) -> None:
-        self._waiting: dict[tuple[Attachment, str], float] = {}  # until when, monotonic seconds; oldest first
+        self._waiting: dict[tuple[PeerAttachment, str], float] = {}  # until when, monotonic seconds; oldest first
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def tell(self, peer: Attachment, name: str, until: float) -> None:
+    def tell(self, peer: PeerAttachment, name: str, until: float) -> None:
         """Now, or once it is attached; past `until` (monotonic seconds) no more."""
         self._waiting.pop((peer, name), None)
         if peer.up and peer.send(PeerReleaseHandoff(name)):
@@ -210,7 +210,7 @@ class PeerReleases:
         if self._timer is None:
             self._watch()
 
-    def peer_up(self, peer: Attachment) -> None:
+    def peer_up(self, peer: PeerAttachment) -> None:
         """Tell a peer that is attached what it has missed."""
         for other, name in list(self._waiting):
             if other is peer and not peer.send(PeerReleaseHandoff(name)):
@@ -218,11 +218,11 @@ class PeerReleases:
             if other is peer:
                 del self._waiting[peer, name]
 
-    def wait_for(self, peer: Attachment) -> bool:
+    def wait_for(self, peer: PeerAttachment) -> bool:
         """Is there something to tell this peer once it is attached?"""
         return any(other is peer for other, _ in self._waiting)
 
-    def forget(self, peer: Attachment) -> None:
+    def forget(self, peer: PeerAttachment) -> None:
         """This peer is told nothing any more."""
         self._give_up([each for each in self._waiting if each[0] is peer], "it was away for too long")
         self._watch()
@@ -247,7 +247,7 @@ class PeerReleases:
         self._give_up(over, "its lease has ended it by now")
         self._watch()
 
-    def _give_up(self, waiting: list[tuple[Attachment, str]], why: str) -> None:
+    def _give_up(self, waiting: list[tuple[PeerAttachment, str]], why: str) -> None:
         for each in waiting:
             del self._waiting[each]
         if waiting:
@@ -282,7 +282,7 @@ class PeerSource:
         *,
         emit: Callable[[Sequence[Event]], None],
         incoming: IncomingObjects,
-        attach: Callable[[PeerTarget, PeerSource], Attachment],
+        attach: Callable[[PeerTarget, PeerSource], PeerAttachment],
         models: Callable[[], Sequence[ModelSpec]],
         parts: HandoffParts,
     ) -> None:
@@ -291,22 +291,22 @@ class PeerSource:
         options = {"timeout_ms": settings().pool.host_timeout_ms, "link": link, "link_gbps": emulated}
         self.host = HostProcess(IMPORTER, options, *arena, self, mapped=links()[link].maps_arena)
         self.host_up = False
-        self.peers: dict[str, Attachment] = {}
+        self.peers: dict[str, PeerAttachment] = {}
         self._incoming = incoming
-        self.fetches = Fetches(
+        self.fetches = IncomingFetches(
             incoming, self.host.send, self._read_failed, hop=Hop.PEER, called=self._called, ended=self._fetch_ended
         )
         self.offers = Offers()
         self._reading: dict[int, RemoteLease] = {}
         self._hidden: ExpiringSet[bytes] = ExpiringSet(MAX_HIDDEN_KEYS)  # their last read failed
-        self._resting: ExpiringSet[Attachment] = ExpiringSet(MAX_ATTACHED)  # their link has failed
+        self._resting: ExpiringSet[PeerAttachment] = ExpiringSet(MAX_ATTACHED)  # their link has failed
         self.questions = PeerQuestions(self.offers, incoming.numbers)
         self.releases = PeerReleases()
         self.compatibility = ModelCompatibility(models, incoming.numbers)
         self.partitions = RemotePartitions(pool)
         self._parts = parts
-        self.on_change: Callable[[Attachment | None], None] = lambda _: None  #: told when what can be read changes
-        self.waits_for: Callable[[Attachment], bool] = lambda _: False  #: does a lookup wait for this peer?
+        self.on_change: Callable[[PeerAttachment | None], None] = lambda _: None  #: told when what can be read changes
+        self.waits_for: Callable[[PeerAttachment], bool] = lambda _: False  #: does a lookup wait for this peer?
         self._expiry: asyncio.TimerHandle | None = None
         self.failures: Counter[str] = Counter()
         self.costs = LinkCosts()
@@ -327,7 +327,7 @@ class PeerSource:
         self.releases.close()
         return await self.host.close()
 
-    def add(self, target: PeerTarget) -> Attachment:
+    def add(self, target: PeerTarget) -> PeerAttachment:
         """Attach to a server, unless that is done."""
         known = self.peers.get(target.name)
         if known is not None:
@@ -338,7 +338,7 @@ class PeerSource:
             known.start()
         return known
 
-    def forget(self, peer: Attachment) -> None:
+    def forget(self, peer: PeerAttachment) -> None:
         """Leave a server that nobody needs; what is known of it is forgotten, and its descriptors are given back."""
         log.info("peer_forgotten", peer=peer.target.name, state=peer.state.value, reason=peer.reason)
         del self.peers[peer.target.name]
@@ -349,7 +349,7 @@ class PeerSource:
         self.costs.forget(peer.target.name)
         self._resting.discard(peer)
 
-    def needed(self, peer: Attachment) -> bool:
+    def needed(self, peer: PeerAttachment) -> bool:
         """Is something of a peer leased, asked for, kept there, or to be told to it?"""
         leased = next(self.offers.leases(peer), None) is not None
         asked = self.questions.waits_for(peer) or self.waits_for(peer)
@@ -363,39 +363,39 @@ class PeerSource:
         coming = self.fetches.among(keys)
         return [come or self.offers.get(key, now) is not None for key, come in zip(keys, coming, strict=True)]
 
-    def ask(self, keys: Sequence[bytes], then: Callable[[frozenset[bytes]], None], until: float) -> None:
-        """Call `then` once, perhaps at once, by `until` (monotonic seconds): with those of `keys` that peers lend."""
+    def ask(self, keys: Sequence[bytes], on_done: Callable[[frozenset[bytes]], None], until: float) -> None:
+        """Call `on_done` once, perhaps at once, by `until` (monotonic seconds), with the `keys` that peers lend."""
         now = time.monotonic()
         timeout_s = min(self._settings().peers.lookup_timeout_ms / 1e3, until - now)
         able = [peer for peer in self.peers.values() if self.able(peer, now)]
         hidden = self._hidden.among(keys, now)
         wanted = [key for key in keys if key not in hidden][:MAX_PEER_KEYS]
         if not wanted or not able or timeout_s <= 0:
-            then(frozenset())
+            on_done(frozenset())
             return
         lease_ms = self._settings().peers.lease_ms
 
         def answered(answer: PeerAnswer) -> None:
             self.watch_leases()
-            then(answer.found)
+            on_done(answer.found)
 
         self.questions.ask(able, wanted, answered, timeout_s=timeout_s, lease_ms=lease_ms)
 
-    def able(self, peer: Attachment, now: float) -> bool:
+    def able(self, peer: PeerAttachment, now: float) -> bool:
         """Return whether a peer can be read from now."""
         return self.host_up and peer.endpoint() is not None and not self._resting.holds(peer, now)
 
-    def rests(self, peer: Attachment, now: float) -> float:
+    def rests(self, peer: PeerAttachment, now: float) -> float:
         """Return in how many seconds the link to a peer is tried again after a failure; 0 = it can be used."""
         return self._resting.seconds_left(peer, now)
 
-    def dear(self, keys: Iterable[bytes], compute_s: float, objects: int) -> frozenset[bytes]:
+    def slower_than_compute(self, keys: Iterable[bytes], compute_s: float, objects: int) -> frozenset[bytes]:
         """Return what would take longer to read than to compute, peer by peer; where nothing is known, nothing.
 
         :param compute_s: what computing all `objects` of the prompt takes, in seconds.
         """
         lent = {key: offer for key in keys if (offer := self.offered(key)) is not None}
-        found = self.costs.dear(
+        found = self.costs.slower_than_compute(
             {key: (offer.lease.peer.target.name, offer.nbytes) for key, offer in lent.items()},
             compute_s / max(1, objects),
         )
@@ -463,7 +463,7 @@ class PeerSource:
 
     # Leases --------------------------------------------------------------------------------------
 
-    def _to_renew(self, peer: Attachment) -> list[int]:
+    def _to_renew(self, peer: PeerAttachment) -> list[int]:
         now = time.monotonic()
         leases = (lease for lease in self.offers.leases(peer) if lease.fetches)
         return [lease.number for lease in leases if lease.until - now < RENEW_S * lease.lease_s]
@@ -500,23 +500,23 @@ class PeerSource:
 
     # Peers ---------------------------------------------------------------------------------------
 
-    def peer_up(self, peer: Attachment) -> None:
+    def peer_up(self, peer: PeerAttachment) -> None:
         """Compare the models of a peer that can be read from with those of this server."""
         self.releases.peer_up(peer)
         self.compatibility.peer_up(peer)
 
-    def peer_changed(self, peer: Attachment) -> None:
+    def peer_changed(self, peer: PeerAttachment) -> None:
         """A peer's state, or where it can be read, is another."""
         self.on_change(peer)
 
     def compare(self, spec: ModelSpec) -> None:
         """A worker has attached."""
-        self.partitions.learn(spec)
+        self.partitions.add_partition(spec)
         for peer in self.peers.values():
             if peer.up:
                 self.compatibility.compare(peer, spec)
 
-    def peer_lost(self, peer: Attachment, why: str) -> None:
+    def peer_lost(self, peer: PeerAttachment, why: str) -> None:
         """What it has lent counts no more; what it was asked is not answered."""
         for lease in self.offers.leases(peer):
             self._give_up(lease, f"peer {peer.target.name} is lost: {why}")
@@ -527,7 +527,7 @@ class PeerSource:
         self.compatibility.lost(peer)
         self.watch_leases()
 
-    def peer_said(self, peer: Attachment, message: PeerNews) -> None:
+    def peer_said(self, peer: PeerAttachment, message: PeerNews) -> None:
         """An answer, or news."""
         match message:
             case wire.PeerFound():
@@ -535,18 +535,18 @@ class PeerSource:
             case wire.PeerCompared():
                 self.compatibility.answered(peer, message)
             case wire.PeerPartitions():
-                self.partitions.told(message)
+                self.partitions.add_peer_partitions(message)
             case wire.PeerHandoffState():
-                self._parts.heard(peer, message)
+                self._parts.part_answered(peer, message)
             case wire.PeerProgress():
                 self._progress(peer, message)
 
-    def peer_refused(self, peer: Attachment, number: int, why: str) -> None:
+    def peer_refused(self, peer: PeerAttachment, number: int, why: str) -> None:
         """A question was not answered."""
         self.questions.refused(number, why)
         self._parts.refused(number, why)
 
-    def _progress(self, peer: Attachment, message: wire.PeerProgress) -> None:
+    def _progress(self, peer: PeerAttachment, message: wire.PeerProgress) -> None:
         """Open objects of a lease: more of them is stored, or they will not be."""
         lease = self.offers.lease(peer, message.lease)
         if lease is None:
@@ -563,7 +563,7 @@ class PeerSource:
             if layers >= 0:
                 self._emit([FetchAvailable(number, layers)])
 
-    def peer_renewed(self, peer: Attachment, sent: float, leases: list[int]) -> None:
+    def peer_renewed(self, peer: PeerAttachment, sent: float, leases: list[int]) -> None:
         """A peer's leases last longer."""
         for number in leases:
             lease = self.offers.lease(peer, number)
@@ -580,7 +580,7 @@ class PeerSource:
             case Fetched():
                 self.costs.ended(message.call, whole=not message.failed)
                 self._rest(message)
-                self.fetches.heard(message)
+                self.fetches.call_ended(message)
             case _:
                 self._host_is(self.host.state.state == "up")
 

@@ -173,7 +173,7 @@ class HostChild:
     :param arena: descriptor and size of what it maps. :param mapped: False = it is given it, and does not map it.
     :param module: what runs in it.
     :param environment: all of it.
-    :param heard: told every message, in order; also those that a dead process has left.
+    :param on_message: told every message, in order; also those that a dead process has left.
     :param dead: told why, once, when the process is dead and reaped.
     :raises OSError: the machine has no process or descriptor to spare.
     """
@@ -186,11 +186,11 @@ class HostChild:
         *,
         environment: Mapping[str, str],
         throttle: Throttle,
-        heard: Callable[[ToServer], None],
+        on_message: Callable[[ToServer], None],
         dead: Callable[[str], None],
         mapped: bool = True,
     ) -> None:
-        self._heard, self._dead = heard, dead
+        self._on_message, self._dead = on_message, dead
         self._loop = asyncio.get_running_loop()
         self._frames = Frames()
         self._unread = bytearray()
@@ -259,7 +259,7 @@ class HostChild:
             self._deaf(f"it says what no host says: {error}")
             return False
         for message in messages:
-            self._heard(message)
+            self._on_message(message)
         if not data:
             self._deaf("")
         return bool(data)
@@ -520,7 +520,7 @@ class HostProcess:
                 self._module,
                 environment=variables,
                 throttle=self._throttle,
-                heard=self._heard,
+                on_message=self._on_message,
                 dead=self._died,
                 mapped=self._mapped,
             )
@@ -545,7 +545,7 @@ class HostProcess:
         if self._unanswered_s >= limit:
             self.kill(f"hung: no answer for {limit:g} s")
 
-    def _heard(self, message: ToServer) -> None:
+    def _on_message(self, message: ToServer) -> None:
         match message:
             case Pong():
                 self._answered = True

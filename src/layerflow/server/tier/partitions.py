@@ -25,7 +25,7 @@ from layerflow.server.incoming import describe
 from layerflow.spec import ModelSpec, Shard
 from layerflow.wire.host_messages import EndFetch, EndWrite, Fetch, Fetched, Pull, Push, ToHost, Write, Written
 
-MOST_NOTED = 16
+MOST_RECORDED = 16
 """Partitions of a model that are noted: the first so many."""
 REFRESH_S = 10.0
 """How long another node's partition may stay unknown: so often a model's keys are asked for, in one call."""
@@ -36,7 +36,7 @@ PAYLOAD_BYTES = 4096
 FIRST_JOB = 1 << 48
 """Numbers of these jobs, so that the host's reports of them are told from those of the core's transfers."""
 _LENGTH_BYTES = 4
-_Noted = tuple[int, int, tuple[int, ...], tuple[tuple[int, ...], ...]]
+_Recorded = tuple[int, int, tuple[int, ...], tuple[tuple[int, ...], ...]]
 
 log = structlog.get_logger("layerflow.server.tier.partitions")
 
@@ -50,18 +50,18 @@ class PoolRoom(Protocol):
 
     def memory_at(self, offset: int, nbytes: int) -> memoryview: ...
 
-    def hear(self, model: bytes, shard: Shard) -> None: ...
+    def add_remote_partition(self, model: bytes, shard: Shard) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
 class _Model:
-    """:ivar noted: by number, the partition that was read or written there; None = those bytes name none.
+    """:ivar recorded: by number, the partition that was read or written there; None = those bytes name none.
     :ivar stale: it is to be looked at once more when it is no longer busy.
     """
 
     fingerprint: bytes
     own: list[Shard]
-    noted: dict[int, Shard | None] = field(default_factory=dict)
+    recorded: dict[int, Shard | None] = field(default_factory=dict)
     busy: bool = False
     stale: bool = False
     told_full: bool = False
@@ -104,7 +104,7 @@ class PartitionRegistry:
         self._next = FIRST_JOB
         self._timer: asyncio.TimerHandle | None = None
 
-    def learn(self, spec: ModelSpec) -> None:
+    def add_partition(self, spec: ModelSpec) -> None:
         """A worker of this model has attached."""
         shard = spec.shard.peers()[0]
         if not shard.shareable:
@@ -114,12 +114,12 @@ class PartitionRegistry:
             model.own.append(shard)
         self.refresh()
 
-    def noted(self) -> dict[str, list[str]]:
+    def recorded(self) -> dict[str, list[str]]:
         """By a model's fingerprint: the sizes that are noted, for people."""
         return {
-            fingerprint.hex(): [f"tp {shard.tp_size} pp {shard.pp_size}" for shard in model.noted.values() if shard]
+            fingerprint.hex(): [f"tp {shard.tp_size} pp {shard.pp_size}" for shard in model.recorded.values() if shard]
             for fingerprint, model in self._models.items()
-            if any(model.noted.values())
+            if any(model.recorded.values())
         }
 
     def refresh(self) -> None:
@@ -130,7 +130,7 @@ class PartitionRegistry:
                 model.stale = True
             else:
                 model.busy = True
-                keys = [note_key(model.fingerprint, number) for number in range(MOST_NOTED)]
+                keys = [note_key(model.fingerprint, number) for number in range(MOST_RECORDED)]
                 self._present(keys, lambda found, model=model: self._listed(model, found))  # type: ignore[misc]
 
     def lost(self) -> None:
@@ -138,7 +138,7 @@ class PartitionRegistry:
         for job in list(self._jobs):
             self._end(job)
 
-    def heard(self, message: Fetched | Written) -> bool:
+    def call_ended(self, message: Fetched | Written) -> bool:
         """The host has ended a call; False: not one of these."""
         job = self._jobs.get(message.id)
         if job is None:
@@ -151,10 +151,10 @@ class PartitionRegistry:
             self._send(EndFetch(message.id))
             self._end(message.id)
             job.model.busy = True
-            self._note(job.model, set(job.model.noted) | set(job.numbers))
+            self._record(job.model, set(job.model.recorded) | set(job.numbers))
         elif failed or message.call == 2:
             if not failed:
-                job.model.noted[job.numbers[0]] = job.writes
+                job.model.recorded[job.numbers[0]] = job.writes
                 self._wrote(job.placed[0][0])
                 log.info("partition_noted", fingerprint=job.model.fingerprint.hex(), number=job.numbers[0])
             self._send(EndWrite(message.id))
@@ -166,11 +166,11 @@ class PartitionRegistry:
         return True
 
     def _listed(self, model: _Model, found: frozenset[bytes]) -> None:
-        there = {number for number in range(MOST_NOTED) if note_key(model.fingerprint, number) in found}
-        model.noted = {number: shard for number, shard in model.noted.items() if number in there}
-        unread = sorted(there - set(model.noted))
+        there = {number for number in range(MOST_RECORDED) if note_key(model.fingerprint, number) in found}
+        model.recorded = {number: shard for number, shard in model.recorded.items() if number in there}
+        unread = sorted(there - set(model.recorded))
         if not unread:
-            self._note(model, there)
+            self._record(model, there)
             return
         job = self._begin(model, unread)
         if job is not None and self._send(Fetch(job, describe(self._jobs[job].placed, 1))):
@@ -178,13 +178,13 @@ class PartitionRegistry:
         elif job is not None:
             self._end(job)
 
-    def _note(self, model: _Model, taken: set[int]) -> None:
+    def _record(self, model: _Model, taken: set[int]) -> None:
         """Write a partition of this server's workers that is not noted yet."""
         missing = self._unnoted(model)
-        free = next((number for number in range(MOST_NOTED) if number not in taken), None)
+        free = next((number for number in range(MOST_RECORDED) if number not in taken), None)
         if free is None and missing and not model.told_full:
             model.told_full = True
-            log.warning("partitions_full", fingerprint=model.fingerprint.hex(), noted=MOST_NOTED)
+            log.warning("partitions_full", fingerprint=model.fingerprint.hex(), noted=MOST_RECORDED)
         if free is None or not missing:
             self._rest(model)
             return
@@ -206,21 +206,21 @@ class PartitionRegistry:
             self._end(job)
 
     def _unnoted(self, model: _Model) -> list[Shard]:
-        return [shard for shard in model.own if shard not in model.noted.values()]
+        return [shard for shard in model.own if shard not in model.recorded.values()]
 
     def _read(self, model: _Model, number: int, raw: bytes) -> None:
         """Another server wrote this: the worst that a wrong one may do is that its objects are asked for in vain."""
         length = int.from_bytes(raw[:_LENGTH_BYTES], "little")
-        model.noted[number] = None
+        model.recorded[number] = None
         try:
-            noted = msgspec.msgpack.decode(raw[_LENGTH_BYTES : _LENGTH_BYTES + length], type=_Noted)
+            noted = msgspec.msgpack.decode(raw[_LENGTH_BYTES : _LENGTH_BYTES + length], type=_Recorded)
             shard = Shard(0, noted[0], 0, noted[1], noted[2], noted[3])
         except (msgspec.DecodeError, SpecError) as error:
             log.warning("partition_not_read", fingerprint=model.fingerprint.hex(), number=number, error=str(error))
             return
         if model.like(shard):
-            model.noted[number] = shard
-            self._pool.hear(model.fingerprint, shard)
+            model.recorded[number] = shard
+            self._pool.add_remote_partition(model.fingerprint, shard)
 
     def _begin(self, model: _Model, numbers: list[int], writes: Shard | None = None) -> int | None:
         """A new job's number, once its objects have room in the arena; None: there is none now."""

@@ -26,7 +26,7 @@ from layerflow.observe.collectors import TierStatistics
 from layerflow.pool.base import NewObject, Pool
 from layerflow.pool.chunk_index import NO_CHUNKS, ChunkIndex
 from layerflow.server.account import Charge
-from layerflow.server.incoming import Fetches, IncomingObject, IncomingObjects, StepKey
+from layerflow.server.incoming import IncomingFetches, IncomingObject, IncomingObjects, StepKey
 from layerflow.server.mailboxes import Answer
 from layerflow.server.tier.host import HostProcess
 from layerflow.server.tier.index import MAX_RECENT_CHUNKS, TierIndex
@@ -60,7 +60,7 @@ class PendingLookup:
 
     keys: Sequence[bytes]
     packed: bytes
-    then: list[Callable[[frozenset[bytes]], None]]
+    on_done: list[Callable[[frozenset[bytes]], None]]
     timer: asyncio.TimerHandle
 
 
@@ -78,21 +78,21 @@ class Questions:
         self._numbers = ascending()
         self.asked = self.asked_keys = self.unanswered = 0
 
-    def ask(self, keys: Sequence[bytes], then: Callable[[frozenset[bytes]], None], timeout_s: float) -> None:
-        """Call `then` once with those of `keys` that are there; with none of them where no answer comes in time."""
+    def ask(self, keys: Sequence[bytes], on_done: Callable[[frozenset[bytes]], None], timeout_s: float) -> None:
+        """Call `on_done` once with those of `keys` that are there; with none of them where no answer comes in time."""
         packed = b"".join(keys)
         if packed in self._by_keys:
-            self._pending[self._by_keys[packed]].then.append(then)
+            self._pending[self._by_keys[packed]].on_done.append(on_done)
             return
         number = self._by_keys[packed] = next(self._numbers)
         timer = asyncio.get_running_loop().call_later(timeout_s, self._expired, number)
-        self._pending[number] = PendingLookup(keys, packed, [then], timer)
+        self._pending[number] = PendingLookup(keys, packed, [on_done], timer)
         self.asked += 1
         self.asked_keys += len(keys)
         if not self._send(Ask(number, packed, max(1, round(timeout_s * 1e3)))):
             self._answer(number, frozenset())
 
-    def heard(self, message: Present) -> None:
+    def answered(self, message: Present) -> None:
         """The host's answer; perhaps to a question that has expired."""
         question = self._pending.get(message.id)
         if question is not None:
@@ -113,8 +113,8 @@ class Questions:
         if question is not None:
             question.timer.cancel()
             del self._by_keys[question.packed]
-            for then in question.then:
-                then(present)
+            for on_done in question.on_done:
+                on_done(present)
 
 
 FREED_PER_SLICE = 2048
@@ -165,7 +165,7 @@ class Tier:
         self._host = HostProcess(name, options, *arena, self)
         self._questions = Questions(self._host.send)
         self._incoming = incoming
-        self._fetches = Fetches(incoming, self._host.send, self._read_failed)
+        self._fetches = IncomingFetches(incoming, self._host.send, self._read_failed)
         self.partitions = PartitionRegistry(pool, self._host.send, self._which, self._noted, lambda: self.up)
         self._emit = emit
         self._writes = Writes(pool, self._host.send, emit, self._written, self._write_failed)
@@ -206,12 +206,12 @@ class Tier:
         self._questions.ask(wanted, answer.tell, timeout_s)
         return await answer
 
-    def _which(self, keys: Sequence[bytes], then: Callable[[frozenset[bytes]], None]) -> None:
+    def _which(self, keys: Sequence[bytes], on_done: Callable[[frozenset[bytes]], None]) -> None:
         """Which of these are in the backend?"""
         if self.indexed:
-            then(frozenset(key for key in keys if key in self._index))
+            on_done(frozenset(key for key in keys if key in self._index))
         else:
-            self._questions.ask(keys, then, ASK_S)
+            self._questions.ask(keys, on_done, ASK_S)
 
     def hide(self, keys: Sequence[bytes]) -> int:
         """Do not offer these for a while: reading them has failed. Return how many they are."""
@@ -299,21 +299,21 @@ class Tier:
         """Note that these are whole in the arena."""
         self._writes.committed(step, keys)
 
-    def when_written(self, keys: Sequence[bytes], then: Callable[[], None]) -> None:
-        """Call `then` once none of `keys` is on its way into the tier any more; perhaps at once."""
-        self._writes.when_ended(keys, then)
+    def when_written(self, keys: Sequence[bytes], on_done: Callable[[], None]) -> None:
+        """Call `on_done` once none of `keys` is on its way into the tier any more; perhaps at once."""
+        self._writes.when_ended(keys, on_done)
 
     # The host ------------------------------------------------------------------------------------
 
     def host_said(self, message: ToServer) -> None:
         """News from the host."""
         match message:
-            case Fetched() if not self.partitions.heard(message):
-                self._fetches.heard(message)
-            case WrittenMessage() if not self.partitions.heard(message):
-                self._writes.heard(message)
+            case Fetched() if not self.partitions.call_ended(message):
+                self._fetches.call_ended(message)
+            case WrittenMessage() if not self.partitions.call_ended(message):
+                self._writes.call_ended(message)
             case Present():
-                self._questions.heard(message)
+                self._questions.answered(message)
             case Up():
                 self._raise(message)
             case Indexed():
@@ -382,7 +382,7 @@ class Tier:
             "details": self.details,
             "host": dataclasses.asdict(self._host.state),
             "backend_figures": dict(self._host.statistics),
-            "noted": self.partitions.noted(),
+            "noted": self.partitions.recorded(),
             **dataclasses.asdict(self.statistics()),
         }
 

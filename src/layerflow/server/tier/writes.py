@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import anyio
 
-from layerflow.flow.commands import Call, ObjectsLost, TransferDone, WriteBegun, Written
+from layerflow.flow.commands import Call, ObjectsLost, ObjectsPublished, TransferDone, WriteBegun
 from layerflow.flow.events import CallDone, Event, Hop, Item, WriteOpened, WritesRevoked
 from layerflow.flow.writes import SHED
 from layerflow.objects import HEADER_BYTES
@@ -24,7 +24,7 @@ from layerflow.system.numbers import ascending
 from layerflow.wire import host_messages as wire
 from layerflow.wire.packing import pack_u32
 
-WriteCommand = WriteBegun | Call | Written | ObjectsLost | TransferDone
+WriteCommand = WriteBegun | Call | ObjectsPublished | ObjectsLost | TransferDone
 
 
 @dataclass(slots=True, eq=False)
@@ -147,7 +147,7 @@ class Writes:
         while len(self):
             await self._ended.wait()
 
-    def heard(self, message: wire.Written) -> None:
+    def call_ended(self, message: wire.Written) -> None:
         """The host has ended a call."""
         job = self._jobs.get(message.id)
         if job is None:
@@ -172,21 +172,21 @@ class Writes:
                         command.transfer, command.call, command.lo, command.hi, command.layer_lo, command.layer_hi
                     )
                 )
-            case Written():
+            case ObjectsPublished():
                 self._publish(self._jobs[command.write], command.objects)
             case ObjectsLost():
                 self._give_up(self._jobs[command.transfer], command)
             case TransferDone():
                 self._end(self._jobs.pop(command.transfer))
 
-    def when_ended(self, keys: Iterable[bytes], then: Callable[[], None]) -> None:
-        """Call `then` once none of these is on its way any more, whatever became of it; perhaps at once."""
+    def when_ended(self, keys: Iterable[bytes], on_done: Callable[[], None]) -> None:
+        """Call `on_done` once none of these is on its way any more, whatever became of it; perhaps at once."""
         wanted = set(keys)
         jobs = {job.number for job in self._jobs.values() if not wanted.isdisjoint(job.positions)}
         if jobs:
-            self._waiting.append((jobs, then))
+            self._waiting.append((jobs, on_done))
         else:
-            then()
+            on_done()
 
     def _publish(self, job: WriteJob, objects: Sequence[int]) -> None:
         self.written_at = time.monotonic()

@@ -74,7 +74,7 @@ class DoorStatistics:
     hung_up_on: int
 
 
-class Connection:
+class DoorConnection:
     """One client's. :param who: the process or host at its other end."""
 
     __slots__ = ("closed", "identity", "listened_to", "message_since", "queued", "since", "socket", "unread",
@@ -126,11 +126,11 @@ class Door:
         self._max_bytes = max_bytes
         self._most_half_received = max(HALF_RECEIVED_BYTES, 4 * max_bytes)
         self._mechanism = mechanism
-        self._connections: dict[bytes, Connection] = {}
-        self._strangers: dict[bytes, Connection] = {}  # may have a session by now, oldest first
+        self._connections: dict[bytes, DoorConnection] = {}
+        self._strangers: dict[bytes, DoorConnection] = {}  # may have a session by now, oldest first
         self._names = ascending()
         self._readable = select.poll()  # all that are listened to: does something wait in the kernel?
-        self._queue: deque[Connection] = deque()
+        self._queue: deque[DoorConnection] = deque()
         self._scheduled = False
         self._unsealing = 0
         self._listener: socket.socket | None = None
@@ -254,7 +254,7 @@ class Door:
             self._make_room_for_stranger()
         identity = next(self._names).to_bytes(8, "big")
         zmtp = Zmtp(self._mechanism(), lambda size: self._admit(connection, size))
-        connection = Connection(identity, accepted, who, zmtp)
+        connection = DoorConnection(identity, accepted, who, zmtp)
         self._connections[identity] = self._strangers[identity] = connection
         self._listen_to(connection)
         self._flush_handshake(connection)
@@ -298,21 +298,21 @@ class Door:
 
     # Listening ------------------------------------------------------------------------------------
 
-    def _listen_to(self, connection: Connection) -> None:
+    def _listen_to(self, connection: DoorConnection) -> None:
         if not connection.listened_to:
             assert self._loop is not None
             connection.listened_to = True
             self._loop.add_reader(connection.socket, self._read, connection)
             self._readable.register(connection.socket, select.POLLIN)
 
-    def _ignore(self, connection: Connection) -> None:
+    def _ignore(self, connection: DoorConnection) -> None:
         if connection.listened_to:
             assert self._loop is not None
             connection.listened_to = False
             self._loop.remove_reader(connection.socket)
             self._readable.unregister(connection.socket)
 
-    def _read(self, connection: Connection) -> None:
+    def _read(self, connection: DoorConnection) -> None:
         try:
             data = connection.socket.recv(READ_BYTES)
         except (BlockingIOError, InterruptedError):
@@ -325,7 +325,7 @@ class Door:
         connection.zmtp.feed(data)
         self._handle(connection, time.monotonic() + READ_S / (1 + len(self._queue)))
 
-    def _handle(self, connection: Connection, until: float) -> None:
+    def _handle(self, connection: DoorConnection, until: float) -> None:
         """What has come of it whole; what is left at `until` waits for its next turn."""
         zmtp = connection.zmtp
         try:
@@ -361,7 +361,7 @@ class Door:
                     connection.message_since = time.monotonic()
                 self._continue(connection)
 
-    def _continue(self, connection: Connection) -> None:
+    def _continue(self, connection: DoorConnection) -> None:
         """Listen to it again, or have it wait: for its turn, or until it has read."""
         if connection.queued:
             return
@@ -377,7 +377,7 @@ class Door:
             self._queue.append(connection)
             self._schedule()
 
-    def _unseal(self, connection: Connection) -> None:
+    def _unseal(self, connection: DoorConnection) -> None:
         """Open a large message beside the loop: it takes 3 ms for each MiB."""
         assert self._loop is not None
         connection.unsealing = True
@@ -385,7 +385,7 @@ class Door:
         opening = self._loop.run_in_executor(None, connection.zmtp.unseal)
         opening.add_done_callback(lambda opened: self._unsealed(connection, opened))
 
-    def _unsealed(self, connection: Connection, opened: asyncio.Future[None]) -> None:
+    def _unsealed(self, connection: DoorConnection, opened: asyncio.Future[None]) -> None:
         error = opened.exception()  # looked at, whoever is gone meanwhile
         connection.unsealing = False
         self._unsealing -= 1
@@ -417,7 +417,7 @@ class Door:
         finally:
             self._schedule()
 
-    def _admit(self, connection: Connection, size: int) -> None:
+    def _admit(self, connection: DoorConnection, size: int) -> None:
         """May this client send so many bytes at once?
 
         :raises ProtocolError: no.
@@ -445,14 +445,14 @@ class Door:
 
     # Sending --------------------------------------------------------------------------------------
 
-    def _flush_handshake(self, connection: Connection) -> None:
+    def _flush_handshake(self, connection: DoorConnection) -> None:
         output = connection.zmtp.output
         if output:
             data = bytes(output)
             output.clear()
             self._write(connection, data)
 
-    def _write(self, connection: Connection, data: bytes) -> bool:
+    def _write(self, connection: DoorConnection, data: bytes) -> bool:
         if connection.closed:
             return False
         sent = 0
@@ -480,7 +480,7 @@ class Door:
             self._bound_unread()
         return not connection.closed
 
-    def _drain(self, connection: Connection) -> None:
+    def _drain(self, connection: DoorConnection) -> None:
         """The client has read."""
         assert self._loop is not None
         unread = connection.unread
@@ -528,7 +528,7 @@ class Door:
             elif connection.unread and now - connection.unread_since > UNREAD_S:
                 self._hang_up(connection, f"it has read nothing for {UNREAD_S:g} s")
 
-    def _hang_up(self, connection: Connection, why: str) -> None:
+    def _hang_up(self, connection: DoorConnection, why: str) -> None:
         if not connection.closed:
             self._hung_up_on += 1
             self._end(connection)
@@ -540,13 +540,13 @@ class Door:
         if unlogged is not None:
             log.warning(event, who=who, unlogged=unlogged, **more)
 
-    def _end(self, connection: Connection) -> None:
+    def _end(self, connection: DoorConnection) -> None:
         if not connection.closed:
             self._drop(connection)
             assert self._loop is not None
             self._loop.call_soon(self._on_hang_up, connection.identity)
 
-    def _drop(self, connection: Connection) -> None:
+    def _drop(self, connection: DoorConnection) -> None:
         connection.closed = True
         connection.unread.clear()
         if self._loop is not None:

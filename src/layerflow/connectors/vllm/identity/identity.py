@@ -35,7 +35,7 @@ MOST_KNOWN = 1 << 17
 UNKNOWN = b""
 
 
-class Inputs:
+class MediaInputs:
     """The inputs of one engine's requests, for its scheduler's thread."""
 
     def __init__(self) -> None:
@@ -171,7 +171,7 @@ class RequestKeys:
 
     def __init__(self, adapters: Adapters | None = None) -> None:
         self.adapters = adapters or Adapters()
-        self.inputs = Inputs()
+        self.inputs = MediaInputs()
 
     def chain(self, spec: ModelSpec, request: Any) -> Chain:
         """A request's digests: its tokens, adapter, salt and multimodal inputs.

@@ -148,7 +148,7 @@ def _tell_as_servers_fault() -> None:
     Scheduler._try_promote_blocked_waiting_request = told
 
 
-Handoff = PrefillHandoff | DecodeHandoff | RefusedPart
+RequestHandoff = PrefillHandoff | DecodeHandoff | RefusedPart
 """What a request that is followed may have of one."""
 
 LEAST_S = 0.1
@@ -165,7 +165,7 @@ class TrackedRequest(Protocol):
     may_load: bool
     may_save: bool
     inquiry: Inquiry | None
-    handoff: Handoff | None
+    handoff: RequestHandoff | None
 
     @property
     def id(self) -> str:
@@ -206,7 +206,7 @@ class HandoffSide:
         self._engine_id = engine_id
         self._incarnation = secrets.token_hex(4)
         self._producer, self._consumer = producer, consumer
-        self._speaks = not child if self.options.answer is None else self.options.answer
+        self._answers = not child if self.options.answer is None else self.options.answer
         self._block_sizes = block_sizes
         self._truncates = False
         self._unit = 1
@@ -258,7 +258,7 @@ class HandoffSide:
             return PLAIN
         if not params or not (params.get("do_remote_decode") or params.get("do_remote_prefill")):
             return PLAIN
-        words = RequestParams(
+        request_params = RequestParams(
             params,
             None,
             str(request.request_id),
@@ -268,7 +268,7 @@ class HandoffSide:
             self.options.lease_s,
             self.options.prefill_servers,
         )
-        part = part_of(words, speaks=self._speaks, producer=self._producer, consumer=self._consumer)
+        part = part_of(request_params, answers=self._answers, producer=self._producer, consumer=self._consumer)
         if isinstance(part, NoHandoff) and part.reason:
             log.warning("handoff_not_followed", request=request.request_id, reason=part.reason)
         if isinstance(part, PrefillPart) and self._truncates:

@@ -30,7 +30,7 @@ _published = getattr(kv_cache_utils, "to_event_extra_keys", list)
 
 
 @dataclass(slots=True)
-class _Pending:
+class _PendingChunk:
     """A chunk on its way.
 
     :param event: told once it is stored.
@@ -57,7 +57,7 @@ class ChunkEvents:
         self._spec: ModelSpec | None = None
         self._vllm_groups: tuple[int, ...] = ()
         self._stores: list[int] = []
-        self._pending: dict[ChunkKey, _Pending] = {}
+        self._pending: dict[ChunkKey, _PendingChunk] = {}
         self._news: list[Any] = []
 
     def meet_workers(self, spec: ModelSpec, vllm_groups: Iterable[int]) -> None:
@@ -106,7 +106,7 @@ class ChunkEvents:
         taken, self._news = self._news, []
         return taken
 
-    def _chunk(self, part: PartDescriptor, piece: ObjectDescriptor, tracked: RequestState) -> _Pending:
+    def _chunk(self, part: PartDescriptor, piece: ObjectDescriptor, tracked: RequestState) -> _PendingChunk:
         assert self._spec is not None
         size, vllm_group = self._spec.chunk_tokens, self._vllm_groups[part.group]
         number = piece.blocks.start * self._spec.groups[part.group].block_size // size
@@ -128,4 +128,4 @@ class ChunkEvents:
             kv_cache_spec_sliding_window=window,
         )
         stores = [self._stores[own] for own, theirs in enumerate(self._vllm_groups) if theirs == vllm_group]
-        return _Pending(event, sum(stores), time.monotonic())
+        return _PendingChunk(event, sum(stores), time.monotonic())

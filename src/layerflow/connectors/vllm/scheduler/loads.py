@@ -140,8 +140,8 @@ class StepLoads:
 
         :param output: vLLM's KVConnectorOutput, of all ranks; None = nothing was told.
         """
-        news = output.kv_connector_worker_meta if output is not None else None
-        reports = [each for each in getattr(news, "metadata", (news,)) if isinstance(each, WorkerReport)]
+        report = output.kv_connector_worker_meta if output is not None else None
+        reports = [each for each in getattr(report, "metadata", (report,)) if isinstance(each, WorkerReport)]
         return {request: self._arrivals.get(request, ()) for report in reports for request in report.lost}
 
     def finished(self, request: str, tables: Tables) -> bool:

@@ -78,7 +78,7 @@ def preempt_dependents(scheduler: Any, failed: Mapping[str, Sequence[PendingLoad
         if request.status.name == "WAITING_FOR_REMOTE_KVS"
     }
     holders = {name: scheduler.kv_cache_manager.get_block_ids(name) for name in (*running, *waiting)}
-    invalid_requests = invalid.spread(holders)
+    invalid_requests = invalid.closure(holders)
     if failed.keys() <= running.keys():
         scheduler.kv_cache_manager.evict_blocks(invalid.blocks)
     else:
@@ -124,7 +124,7 @@ class _InvalidBlocks:
             invalid.update(table[start // size :])
             invalid.discard(NULL_BLOCK)
 
-    def spread(self, holders: Mapping[str, Tables]) -> set[str]:
+    def closure(self, holders: Mapping[str, Tables]) -> set[str]:
         """Who holds such a block; everything of these from there on is invalid too."""
         found: set[str] = set()
         while True:

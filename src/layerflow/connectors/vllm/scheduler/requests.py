@@ -8,7 +8,7 @@ from typing import Any
 
 from layerflow.agent.client import Inquiry
 from layerflow.agent.values import MISS, Hit
-from layerflow.connectors.vllm.pd.side import Handoff
+from layerflow.connectors.vllm.pd.side import RequestHandoff
 from layerflow.keys import Chain
 
 
@@ -56,7 +56,7 @@ class RequestState:
     loaded_tokens: int = 0
     drafted: bool = True
     overlap: tuple[float, float] = (0.0, 0.0)
-    handoff: Handoff | None = None
+    handoff: RequestHandoff | None = None
 
     @property
     def id(self) -> str:

@@ -151,7 +151,7 @@ class SavePlanner:
                 if not attempt(more, "build_connector_meta"):
                     self.close(tracked)  # nothing more of it is saved; the others' saves are
                     continue
-            plan.promised |= isinstance(tracked.handoff, PrefillHandoff)
+            plan.awaited |= isinstance(tracked.handoff, PrefillHandoff)
             if upto >= min(vllm.num_prompt_tokens, len(tracked.chain)) and not self._options.save_decode:
                 self.close(tracked)
         if not asked:

@@ -28,7 +28,7 @@ from layerflow.connectors.vllm.identity.identity import RequestKeys
 from layerflow.connectors.vllm.options import Options
 from layerflow.connectors.vllm.pd.side import HandoffSide, merged
 from layerflow.connectors.vllm.plan import (
-    NO_NEWS,
+    NO_REPORT,
     Promise,
     RanPlans,
     SaveApprovals,
@@ -333,8 +333,8 @@ class SchedulerSide:
         self._saves.step(output, plan)
         # Another connector of a MultiConnector may load in this step, and its failures are not told to these workers.
         loads = bool(plan.loads or plan.tails or getattr(output, "has_sync_kv_loads", False))
-        plan.unsure = self._verdicts.concerns(loads=loads, saves=bool(plan.saves))
-        if plan.unsure:
+        plan.depends_on_load = self._verdicts.concerns(loads=loads, saves=bool(plan.saves))
+        if plan.depends_on_load:
             self._verdicts.planned(self._saves.number(plan), loads=loads, saves=bool(plan.saves))
         if self.events is not None and plan.saves:
             self.events.planned(plan.saves.parts, self._tracked)
@@ -343,45 +343,45 @@ class SchedulerSide:
         return plan
 
     @guarded(nothing)
-    def heard(self, output: Any) -> None:
+    def update_from_output(self, output: Any) -> None:
         """What the workers report after a step.
 
         :param output: vLLM's KVConnectorOutput, of all ranks.
         """
         self._held -= output.finished_sending or set()
-        news = output.kv_connector_worker_meta
-        if not isinstance(news, WorkerReport):
-            news = NO_NEWS
+        report = output.kv_connector_worker_meta
+        if not isinstance(report, WorkerReport):
+            report = NO_REPORT
         if self._unmet is not None:
-            self._met(news.layouts)
-        if news.changed:
-            self._found_replaced(news.changed)
+            self._met(report.layouts)
+        if report.changed:
+            self._found_replaced(report.changed)
         for request in output.finished_recving or ():
             if self._holders is not None:
                 self._holders.loaded(request)
             if request in self._tracked:
                 self._tracked[request].arriving = False
-                if request not in news.failed:
+                if request not in report.failed:
                     self._handoffs.loaded(self._tracked[request])
-        lost = bool(output.invalid_block_ids or news.lost)
-        ran = self._ran.told(news.ran, of=self._ranks)
-        self._verdicts.heard(ran, failed=lost)
-        self.step_loads.seen(news.asking)
+        lost = bool(output.invalid_block_ids or report.lost)
+        ran = self._ran.record(report.ran, of=self._ranks)
+        self._verdicts.record_output(ran, failed=lost)
+        self.step_loads.seen(report.asking)
         if lost and self._saves is not None:
             self._saves.again(self._tracked.values())
         self._drop(*self.step_loads.ended(ran))
-        for request, share in news.failed.items():
+        for request, share in report.failed.items():
             self._load_failed(request, share)
-        for request, overlap in news.overlaps.items():
+        for request, overlap in report.overlaps.items():
             if request in self._tracked:
                 self._tracked[request].overlap = overlap
         if self._saves is not None:
-            for (request, number), ranks in news.drained.items():
+            for (request, number), ranks in report.drained.items():
                 self._saves.drained(request, number, ranks, self._ranks)
         if self.events is not None:
-            self.events.stored(news.stored)
-        if news.costs is not None and self._advisor is not None:
-            self._advisor.adopt(*news.costs)
+            self.events.stored(report.stored)
+        if report.costs is not None and self._advisor is not None:
+            self._advisor.adopt(*report.costs)
 
     @guarded(_frees)
     def finished(self, request: Any, tables: tuple[list[int], ...] = ()) -> tuple[bool, dict[str, Any] | None]:
@@ -473,10 +473,10 @@ class SchedulerSide:
         told = control.reset(TELL_S)
         if self._saves is None or not self._saves.any_reading:
             return True
-        until, quiet = time.monotonic() + QUIET_S, 0
+        until, idle_answers = time.monotonic() + QUIET_S, 0
         while time.monotonic() < until:
-            quiet = 0 if told["steps"] else quiet + 1
-            if quiet > 1:
+            idle_answers = 0 if told["steps"] else idle_answers + 1
+            if idle_answers > 1:
                 return True
             time.sleep(QUIET_LOOK_S)
             told = control.reset(TELL_S)

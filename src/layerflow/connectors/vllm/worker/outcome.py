@@ -126,7 +126,7 @@ class StoredChunks:
         """
         return [request for request in self._open if not busy(request)]
 
-    def settle(self, over: Iterable[str], failed: Iterable[str]) -> None:
+    def publish(self, over: Iterable[str], failed: Iterable[str]) -> None:
         """What requests have saved is published.
 
         :param over: from :meth:`over`.
@@ -166,7 +166,7 @@ class LandingLoads:
 
     def __init__(self) -> None:
         self._steps: dict[int, list[Step]] = {}
-        self._told: dict[int, set[tuple[str, int, int]]] = {}
+        self._reported: dict[int, set[tuple[str, int, int]]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._steps)
@@ -179,9 +179,9 @@ class LandingLoads:
         if isinstance(step, Step) and step.loads:
             self._steps.setdefault(plan, []).append(step)
 
-    def told(self, step: Step, outcome: LoadResult) -> None:
+    def reported(self, step: Step, outcome: LoadResult) -> None:
         """vLLM hears of these failures."""
-        self._told.setdefault(step.number, set()).update(_blocks(outcome.failed))
+        self._reported.setdefault(step.number, set()).update(_blocks(outcome.failed))
 
     def waits(self, plan: int) -> bool:
         """May a load of this plan still turn out to have failed?"""
@@ -195,7 +195,7 @@ class LandingLoads:
                 continue
             del self._steps[plan]
             for step in steps:
-                known = self._told.pop(step.number, set())
+                known = self._reported.pop(step.number, set())
                 left = [each for each in map(lambda one: _but(one, known), step.failed) if each.blocks]
                 if left:
                     late.append((step, LoadResult(tuple(left))))

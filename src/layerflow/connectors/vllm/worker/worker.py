@@ -70,7 +70,7 @@ def _no_stats() -> TransferStats | None:
     return None
 
 
-def _no_news() -> WorkerReport | None:
+def _no_report() -> WorkerReport | None:
     """The same of all else."""
     return None
 
@@ -134,7 +134,7 @@ class WorkerSide:
         self._unopened: dict[str, list[PartDescriptor]] = {}
         self._arrived: set[str] = set()  # requests whose background loads have ended, or never begin: to be told
         self._outdated: dict[str, str] = {}  # background loads whose bytes are of no use, and why
-        self._cut: set[str] = set()  # their requests are over
+        self._cancelled: set[str] = set()  # their requests are over
         self._leaving: set[str] = set()
         self._failures = FailedLoads(several_groups=several_groups)
         self._ran: set[int] = set()
@@ -144,7 +144,7 @@ class WorkerSide:
         self._loads_of: dict[int, tuple[str, ...]] = {}
         self._overlaps: dict[str, tuple[float, float]] = {}
         self._saving: dict[str, int] = {}
-        self._owed: dict[int, StepPlan] = {}
+        self._unopened_saves: dict[int, StepPlan] = {}
         self._late_steps: deque[Step | NoStep] = deque()
         self._counters = StepCounters()
         self._unmapped = False
@@ -172,15 +172,15 @@ class WorkerSide:
             self._give_up(plan.prepared)
         self._finish_last()
         if plan.replaced:
-            self._cut_off(REPLACED)
+            self._cancel_all(REPLACED)
             self._weights.accept()
             self._keys_outdated = False
         elif plan.moves and not self._keys_outdated and (change := self._weights.change()):
             self._keys_outdated = True
             self._changed[plan.step] = change
-            self._cut_off(CHANGED)
+            self._cancel_all(CHANGED)
         if self._put_off is not None:
-            self._hand_over(self._put_off)
+            self._submit_put_off(self._put_off)
         self._plan, self._late, self._layer = plan, False, ""
         self._bound = self._in_pass = self._has_run = self._all_awaited = self._tails_awaited = False
         self._loads_judged, self._unopened = not (plan.loads or plan.tails), dict(plan.background)
@@ -190,7 +190,7 @@ class WorkerSide:
             return
         self._judge(plan.verdicts)
         if any(plan.fresh):
-            if any(owed.saves.read_any(plan.fresh) for owed in list(self._owed.values())):
+            if any(unopened.saves.read_any(plan.fresh) for unopened in list(self._unopened_saves.values())):
                 self._deferred.flush()
             cut = self._agent.reclaim(plan.fresh, RECLAIM_S)
             self._counters.add("revoked_saves", cut)
@@ -228,7 +228,7 @@ class WorkerSide:
         for request in plan.aborted:
             self._agent.abort(request)
             if request in self._background:  # else its load has ended, and was told
-                self._cut.add(request)
+                self._cancelled.add(request)
         for request, parts in list(self._unopened.items()):
             timeout_s, after = plan.timeouts.get(request), self._order.after(plan)
             step = self._agent.open_descriptors(parts, [], timeout_s=timeout_s, after=after)
@@ -240,7 +240,7 @@ class WorkerSide:
     def _answer(self, plan: StepPlan) -> None:
         """What vLLM is to hear of the step, whatever becomes of it."""
         self._bound = True
-        if plan.unsure:
+        if plan.depends_on_load:
             self._ran.add(plan.number)
         self._leaving.update(plan.leaving)
         self._failures.restarts = plan.restarts
@@ -264,7 +264,7 @@ class WorkerSide:
                 step.cancel_saves(BROKEN_HOOK)
         self._refuse(plan, BROKEN_HOOK)
         if hook == "prepare":  # no save may go on to read what vLLM overwrites, nor wait for a verdict that was lost
-            self._cut_off(BROKEN_HOOK)
+            self._cancel_all(BROKEN_HOOK)
             self._held.clear()
 
     def _refuse(self, plan: StepPlan, reason: str) -> None:
@@ -356,7 +356,7 @@ class WorkerSide:
         if plan is not None and late and not crashed:
             self._saving.update(dict.fromkeys(plan.saves.requests, plan.number))
             self._computed_at = self._agent.record()  # here: only this thread's stream is the one that computes
-            self._owed[plan.number] = self._put_off = plan
+            self._unopened_saves[plan.number] = self._put_off = plan
         if not crashed:
             self._judge_loads()
         step, self._step = self._step, None
@@ -397,11 +397,11 @@ class WorkerSide:
         if self._background and not forward:
             next(iter(self._background.values())).wait_loaded(IDLE_WAIT_S)
         for request, step in list(self._background.items()):
-            if request in self._cut:
+            if request in self._cancelled:
                 step.close()
                 if self._agent.busy(request):
                     continue
-                self._cut.discard(request)
+                self._cancelled.discard(request)
                 del self._background[request]
                 self._arrived.add(request)
             elif self._has_loaded(request, step):
@@ -424,12 +424,12 @@ class WorkerSide:
         """What was moved since the last call; None = nothing, or it can wait for the next step."""
         if self._in_haste:
             return None
-        self._hear()
+        self._poll_agent()
         taken = self._counters.take()
         return TransferStats(data=taken) if taken else None
 
-    @guarded(_no_news)
-    def news(self) -> WorkerReport | None:
+    @guarded(_no_report)
+    def report(self) -> WorkerReport | None:
         """For the scheduler's side; None = nothing new, or it can wait for the next step."""
         layouts = () if self._met else (self.greeting,)
         self._met = True
@@ -442,7 +442,7 @@ class WorkerSide:
         drained = {request: 1 for request in self._saving.items() if not self._is_busy(request[0])}
         stored = {}
         if self._stored is not None:
-            self._hear()  # what has drained since is told in the same breath: after the last request no step may follow
+            self._poll_agent()  # no step may follow the last request: what has drained since is told at once
             stored = self._stored.take()
         changed, self._changed = self._changed, {}
         if not (self._overlaps or drained or stored or self._failures.shares or ran or layouts or asking or changed):
@@ -470,7 +470,7 @@ class WorkerSide:
         Until :meth:`take_up` a step's loads fail, and it saves nothing. Called again it does nothing.
         """
         self._unmapped = True
-        self._cut_off(UNMAPPED)
+        self._cancel_all(UNMAPPED)
 
     def take_up(self) -> None:
         """The engine's cache is mapped again, at the same addresses. Called again it does nothing."""
@@ -479,7 +479,7 @@ class WorkerSide:
     def close(self) -> None:
         """Cut off what is open and hang up."""
         if self._put_off is not None:
-            self._hand_over(self._put_off)
+            self._submit_put_off(self._put_off)
         self._deferred.close()
         self._agent.close()
 
@@ -499,22 +499,23 @@ class WorkerSide:
             for step in self._held.pop(number, ()):
                 self._agent.release_saves(step, sound=sound)
 
-    def _cut_off(self, reason: str) -> None:
+    def _cancel_all(self, reason: str) -> None:
         """What was planned before is neither loaded nor saved any more, nor is anything published of it."""
         self._put_off = None
-        self._owed.clear()
+        self._unopened_saves.clear()
         self._deferred.flush()  # one of them may be opened just now: it is cut off with the rest
         self._outdated = dict.fromkeys(self._background, reason)  # what has come of these is of no use either
         self._counters.add("revoked_saves", self._agent.revoke(reason))
 
-    def _hand_over(self, plan: StepPlan) -> None:
+    def _submit_put_off(self, plan: StepPlan) -> None:
         """The saves of the short pass before this step: its answer has left."""
         self._put_off = None
         self._deferred.put(functools.partial(self._save_late, plan, self._computed_at))
 
     def _may_be_late(self, plan: StepPlan) -> bool:
         """May the step's saves begin behind it, without hooks in it? A draft model's hooks show whether it computes."""
-        return bool(plan.saves) and not (plan.unsure or plan.promised or self._hooks.drafts) and self._is_short(plan)
+        waits = plan.depends_on_load or plan.awaited or self._hooks.drafts
+        return bool(plan.saves) and not waits and self._is_short(plan)
 
     def _is_short(self, plan: StepPlan) -> bool:
         """Is the forward pass so short that its saves had better begin behind it, without hooks and messages in it?"""
@@ -543,7 +544,7 @@ class WorkerSide:
     def _prepare_saves(self, plan: StepPlan, step: Step) -> None:
         # A layer that is computed twice in a pass is found out at its second call at the earliest.
         step.publish_when_closed()
-        if plan.unsure:
+        if plan.depends_on_load:
             step.hold_saves()
             self._held.setdefault(plan.number, []).append(step)
         if self._stored is not None:
@@ -626,7 +627,7 @@ class WorkerSide:
         """Loads of a draft model that vLLM has left out land before its blocks are used again."""
         if isinstance(step, Step) and step.loads:
             for layer in self._hooks.drafts - self._hooks.asked:
-                self._landing.told(step, step.wait_layer(layer))  # nobody has computed on what has failed of these
+                self._landing.reported(step, step.wait_layer(layer))  # nobody has computed on what has failed of these
 
     def _doubt_reads(self) -> None:
         """VLLM may prepare its next step now, without asking."""
@@ -637,9 +638,9 @@ class WorkerSide:
         """VLLM has overwritten these blocks before it asked: saves that may have read them since are not published."""
         per_group = (tuple(blocks),) * len(self._layout.spec.groups)
         if blocks:
-            spoilt = [plan for plan in list(self._owed.values()) if plan.saves.read_any(per_group)]
+            spoilt = [plan for plan in list(self._unopened_saves.values()) if plan.saves.read_any(per_group)]
             for plan in spoilt:
-                self._owed.pop(plan.number, None)
+                self._unopened_saves.pop(plan.number, None)
                 if self._put_off is plan:
                     self._put_off = None
             if spoilt:
@@ -672,7 +673,7 @@ class WorkerSide:
 
     def _owes(self, request: str) -> bool:
         """Is a save of the request yet to be opened?"""
-        return any(request in plan.saves.requests for plan in list(self._owed.values()))
+        return any(request in plan.saves.requests for plan in list(self._unopened_saves.values()))
 
     def _remember(self, step: Step | NoStep, loading: tuple[str, ...]) -> Step | NoStep:
         if loading and isinstance(step, Step):
@@ -681,7 +682,7 @@ class WorkerSide:
 
     def _save_late(self, plan: StepPlan, computed: DeviceEvent | None) -> None:
         """On the deferred thread, or where the engine's is about to reuse blocks."""
-        if plan.number not in self._owed:  # given up since
+        if plan.number not in self._unopened_saves:  # given up since
             return
         try:
             step = self._agent.open_descriptors([], plan.saves.parts)
@@ -690,7 +691,7 @@ class WorkerSide:
             step.close()
         finally:
             # Last: from here on the agent knows of these saves, or there are none and their blocks may go.
-            self._owed.pop(plan.number, None)
+            self._unopened_saves.pop(plan.number, None)
 
     def _mark_done(self, step: Step | NoStep, event: DeviceEvent | None = None) -> None:
         if isinstance(step, Step):
@@ -712,7 +713,7 @@ class WorkerSide:
         """A failed load: tell vLLM what to compute, and publish nothing that was computed from it."""
         self._failures.add(parts, outcome, background=background)
         if isinstance(step, Step) and not background:
-            self._landing.told(step, outcome)
+            self._landing.reported(step, outcome)
         self._counters.add("failed_loads", len({failed.request for failed in outcome.failed}))
         # Other requests of the step may share these blocks, so nothing of the step is published.
         for mine in (self._step, self._tails, self._drafts):
@@ -725,7 +726,7 @@ class WorkerSide:
             self._failures.add(step.loads, outcome, background=False)
             self._counters.add("failed_loads", len({failed.request for failed in outcome.failed}))
 
-    def _hear(self) -> None:
+    def _poll_agent(self) -> None:
         while self._late_steps:
             late = self._late_steps.popleft()
             if self._stored is not None:
@@ -733,7 +734,7 @@ class WorkerSide:
         over = self._stored.over(self._agent.busy) if self._stored is not None else []
         ended = self._agent.poll()
         if self._stored is not None:
-            self._stored.settle(over, [request for request, _ in ended.failed_saves])
+            self._stored.publish(over, [request for request, _ in ended.failed_saves])
         if ended.failed_saves:
             self._counters.add("shed_saves", len(ended.shed))
             self._counters.add("failed_saves", len(ended.failed_saves) - len(ended.shed))

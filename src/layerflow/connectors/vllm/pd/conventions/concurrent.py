@@ -27,33 +27,33 @@ from layerflow.errors import ProtocolError
 QUERY = "/query"
 
 
-def prefill_part(words: RequestParams) -> PrefillPart:
+def prefill_part(request_params: RequestParams) -> PrefillPart:
     """P. The hand-off is named by the proxy's id and the prompt: prompts of a list share the id."""
-    told = words.params.get(KEY)
+    told = request_params.params.get(KEY)
     return PrefillPart(
-        handoff=_handoff(words),
+        handoff=_handoff(request_params),
         convention=Convention.CONCURRENT,
-        prompt=words.digest,
-        lease_s=words.lease_s,
-        deadline_s=_deadline_s(told, words),
-        decoder=words.terms,
+        prompt=request_params.digest,
+        lease_s=request_params.lease_s,
+        deadline_s=_deadline_s(told, request_params),
+        decoder=request_params.terms,
     )
 
 
-def decode_part(words: RequestParams) -> DecodePart:
+def decode_part(request_params: RequestParams) -> DecodePart:
     """D. Where its servers are not told, the prefill engine's ``GET /query`` tells them."""
-    told = words.params.get(KEY)
+    told = request_params.params.get(KEY)
     servers = servers_of(told) if isinstance(told, Mapping) else None
-    known = servers or words.prefill_servers
-    bootstrap = words.params.get("remote_bootstrap_addr")
+    known = servers or request_params.prefill_servers
+    bootstrap = request_params.params.get("remote_bootstrap_addr")
     return DecodePart(
-        handoff=_handoff(words),
-        prompt=words.digest,
-        deadline_s=_deadline_s(told, words),
+        handoff=_handoff(request_params),
+        prompt=request_params.digest,
+        deadline_s=_deadline_s(told, request_params),
         servers=known,
-        prefiller=words.terms,
+        prefiller=request_params.terms,
         bootstrap=_url(bootstrap) if bootstrap and servers is None and not known else "",
-        engine=_name(words.params.get("remote_engine_id") or "", "remote_engine_id"),
+        engine=_name(request_params.params.get("remote_engine_id") or "", "remote_engine_id"),
     )
 
 
@@ -87,17 +87,19 @@ def servers_in(answer: Any, engine: str) -> tuple[str, ...]:
     )
 
 
-def _deadline_s(told: Any, words: RequestParams) -> float:
+def _deadline_s(told: Any, request_params: RequestParams) -> float:
     """:raises ProtocolError: the request's is not a number of seconds."""
-    wanted = told.get("deadline_s", words.deadline_s) if isinstance(told, Mapping) else words.deadline_s
+    wanted = (
+        told.get("deadline_s", request_params.deadline_s) if isinstance(told, Mapping) else request_params.deadline_s
+    )
     seconds = number(wanted, f"kv_transfer_params.{KEY}.deadline_s")
     if not seconds > 0:
         raise ProtocolError(f"kv_transfer_params.{KEY}.deadline_s = {shown(wanted)}: should be a number above 0")
-    return min(seconds, words.deadline_s)
+    return min(seconds, request_params.deadline_s)
 
 
-def _handoff(words: RequestParams) -> str:
-    return f"{_name(words.params['transfer_id'], 'transfer_id')}:{words.digest}"
+def _handoff(request_params: RequestParams) -> str:
+    return f"{_name(request_params.params['transfer_id'], 'transfer_id')}:{request_params.digest}"
 
 
 def _name(value: Any, where: str) -> str:

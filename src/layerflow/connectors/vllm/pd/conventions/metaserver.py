@@ -27,34 +27,34 @@ from layerflow.errors import ProtocolError
 _SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 
 
-def decode_part(words: RequestParams) -> DecodePart:
+def decode_part(request_params: RequestParams) -> DecodePart:
     """D.
 
     :raises ProtocolError: the metaserver is no http address.
     """
-    url = words.params["metaserver"]
+    url = request_params.params["metaserver"]
     parts = address(url, "metaserver")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ProtocolError(f"metaserver = {shown(url)}: should be a URL such as http://proxy:8000/v1/metaserver")
     return DecodePart(
-        handoff=words.own_handoff,
-        prompt=words.digest,
-        deadline_s=words.deadline_s,
-        servers=words.prefill_servers,
+        handoff=request_params.own_handoff,
+        prompt=request_params.digest,
+        deadline_s=request_params.deadline_s,
+        servers=request_params.prefill_servers,
         metaserver=url,
     )
 
 
-def prefill_part(words: RequestParams) -> PrefillPart:
+def prefill_part(request_params: RequestParams) -> PrefillPart:
     """P: what D has posted names the hand-off."""
-    assert words.terms is not None
+    assert request_params.terms is not None
     return PrefillPart(
-        handoff=words.terms.handoff,
+        handoff=request_params.terms.handoff,
         convention=Convention.METASERVER,
-        prompt=words.digest,
-        lease_s=words.lease_s,
-        deadline_s=min(words.terms.deadline_s, words.deadline_s),
-        decoder=words.terms,
+        prompt=request_params.digest,
+        lease_s=request_params.lease_s,
+        deadline_s=min(request_params.terms.deadline_s, request_params.deadline_s),
+        decoder=request_params.terms,
     )
 
 

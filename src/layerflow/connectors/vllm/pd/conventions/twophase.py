@@ -29,26 +29,26 @@ from layerflow.connectors.vllm.pd.conventions.parts import (
 TRANSFER_MODE = "layerflow"
 
 
-def prefill_part(words: RequestParams) -> Part:
+def prefill_part(request_params: RequestParams) -> Part:
     """P: the keys are empty, or not there at all. Filled, they are a decode engine's that layerflow does not know."""
-    params = words.params
+    params = request_params.params
     if params.get("remote_host") and params.get("remote_block_ids"):
         return RefusedPart(
-            f"request {words.request}: its decode engine at {shown(params['remote_host'])} wants its own blocks "
+            f"request {request_params.request}: its decode engine at {shown(params['remote_host'])} wants its own "
             "written to, and does not speak layerflow; give both engines LayerflowConnector"
         )
     return PrefillPart(
-        handoff=words.own_handoff,
+        handoff=request_params.own_handoff,
         convention=Convention.TWO_PHASE,
-        prompt=words.digest,
-        lease_s=words.lease_s,
-        deadline_s=words.deadline_s,
+        prompt=request_params.digest,
+        lease_s=request_params.lease_s,
+        deadline_s=request_params.deadline_s,
     )
 
 
-def decode_part(words: RequestParams) -> Part:
+def decode_part(request_params: RequestParams) -> Part:
     """D: the keys are P's. Without a hand-off of layerflow's among them, what the pool holds is all there is."""
-    terms, params = words.terms, words.params
+    terms, params = request_params.terms, request_params.params
     if terms is None:
         if params.get("remote_engine_id") or params.get("remote_host"):
             return NoHandoff(
@@ -57,14 +57,14 @@ def decode_part(words: RequestParams) -> Part:
             )
         return PLAIN
     # vLLM tells of a request that it has rejected as one with a single token: that is to release the hand-off.
-    if terms.prompt and terms.prompt != words.digest and len(words.prompt) > 1:
+    if terms.prompt and terms.prompt != request_params.digest and len(request_params.prompt) > 1:
         # Of a list of prompts, vLLM answers with the first one's keys only.
         return NoHandoff(f"hand-off {terms.handoff} is of another prompt")
     servers, otherwise = _addresses(terms.servers, params.get("remote_host"))
     return DecodePart(
         handoff=terms.handoff,
-        prompt=words.digest,
-        deadline_s=min(terms.deadline_s, words.deadline_s),
+        prompt=request_params.digest,
+        deadline_s=min(terms.deadline_s, request_params.deadline_s),
         servers=servers,
         otherwise=otherwise,
         prefiller=terms,

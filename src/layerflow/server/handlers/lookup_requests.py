@@ -79,7 +79,9 @@ async def read_lookup(spec: ModelSpec, message: wire.Lookup) -> LookupRequest:
 def search_prompt(view: LookupSource, spec: ModelSpec, asked: LookupRequest) -> Slices[HitLength]:
     """The longest hit of a lookup in `view`."""
     message = asked.message
-    return search_hit(view, spec, message.root, asked.digests, message.tokens, own=message.tail, blocks=asked.blocks)
+    return search_hit(
+        view, spec, message.root, asked.digests, message.tokens, tail_digest=message.tail, blocks=asked.blocks
+    )
 
 
 def check_lookup(session: ClientSession, message: wire.Lookup, limits: ServerSettings) -> ModelSpec:
@@ -123,7 +125,7 @@ def check_lookup(session: ClientSession, message: wire.Lookup, limits: ServerSet
 
 def check_leases(session: ClientSession, request: str, most: int) -> None:
     """:raises Refused: the client holds so many leases already."""
-    leases = session.leases
+    leases = session.hit_leases
     if request in leases or len(leases) < most:
         return
     now = time.monotonic()

@@ -11,9 +11,9 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from layerflow.server.handoffs.handoff import Handoff, HandoffStatus
+from layerflow.server.handoffs.handoff import HandoffRecord, HandoffStatus
 from layerflow.server.handoffs.registry import Handoffs
-from layerflow.server.peers.attachment import Attachment
+from layerflow.server.peers.attachment import PeerAttachment
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import Message
 
@@ -25,14 +25,14 @@ PART_ANSWER_S = 0.15
 class _Parts:
     """One hand-off's parts at other servers.
 
-    :param then: told why it is refused, or that it is open (empty). None = it has been told.
+    :param on_done: told why it is refused, or that it is open (empty). None = it has been told.
     :param at: by the number of its question, who keeps each part. :param waiting: numbers without an answer.
     :param complete: numbers of parts of which everything is stored.
     """
 
-    handoff: Handoff
-    then: Callable[[str], None] | None
-    at: dict[int, Attachment] = field(default_factory=dict)
+    handoff: HandoffRecord
+    on_done: Callable[[str], None] | None
+    at: dict[int, PeerAttachment] = field(default_factory=dict)
     waiting: set[int] = field(default_factory=set)
     complete: set[int] = field(default_factory=set)
     timer: asyncio.TimerHandle | None = None
@@ -54,16 +54,16 @@ class HandoffParts:
 
     def open(
         self,
-        handoff: Handoff,
+        handoff: HandoffRecord,
         opening: wire.OpenHandoff,
-        servers: Sequence[Attachment],
-        then: Callable[[str], None],
+        servers: Sequence[PeerAttachment],
+        on_done: Callable[[str], None],
     ) -> None:
         """Ask these to keep their parts of a hand-off that has just been opened here.
 
-        :param then: told once, within :data:`PART_ANSWER_S`: why it is refused; empty = all parts are open.
+        :param on_done: told once, within :data:`PART_ANSWER_S`: why it is refused; empty = all parts are open.
         """
-        parts = _Parts(handoff, then)
+        parts = _Parts(handoff, on_done)
         handoff.parts = len(servers)
         self._by_name[handoff.name] = parts
         self._handoffs.watch(handoff, functools.partial(self._changed, parts))
@@ -94,7 +94,7 @@ class HandoffParts:
                 parts, wire.PeerEndHandoff(parts.handoff.engine, message.handoff, message.tokens, message.reason)
             )
 
-    def heard(self, peer: Attachment, message: wire.PeerHandoffState) -> None:
+    def part_answered(self, peer: PeerAttachment, message: wire.PeerHandoffState) -> None:
         """What became of a part."""
         parts = self._by_number.get(message.id)
         if parts is None or parts.at[message.id] is not peer:
@@ -121,13 +121,13 @@ class HandoffParts:
         if parts is not None:
             self._fail(parts, f"its part at {parts.at[number].target.name} is refused: {why}")
 
-    def lost(self, peer: Attachment, why: str) -> None:
+    def lost(self, peer: PeerAttachment, why: str) -> None:
         """Nothing of what it keeps can be read."""
         for parts in list(self._by_name.values()):
             if peer in parts.at.values():
                 self._fail(parts, f"its part at {peer.target.name} is lost: {why}")
 
-    def kept_at(self, peer: Attachment) -> bool:
+    def kept_at(self, peer: PeerAttachment) -> bool:
         """Does this peer keep a part of a hand-off?"""
         return any(peer in parts.at.values() for parts in self._by_name.values())
 
@@ -137,16 +137,16 @@ class HandoffParts:
         if parts.timer is not None:
             parts.timer.cancel()
             parts.timer = None
-        then, parts.then = parts.then, None
-        if then is not None:
-            then(why)
+        on_done, parts.on_done = parts.on_done, None
+        if on_done is not None:
+            on_done(why)
 
     def _fail(self, parts: _Parts, why: str) -> None:
         """Fail the whole hand-off, for one server's part has failed; closing it tells the other servers."""
         self._answer(parts, why)
         self._handoffs.give_up(parts.handoff, why)
 
-    def _changed(self, parts: _Parts, handoff: Handoff) -> None:
+    def _changed(self, parts: _Parts, handoff: HandoffRecord) -> None:
         if handoff.status.readable:
             self._handoffs.watch(handoff, functools.partial(self._changed, parts))
             return
