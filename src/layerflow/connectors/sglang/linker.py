@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -200,6 +200,12 @@ class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self._attached is not None:
             self._attached.agent.close()
             self._attached = None
+
+    def failed_loads(self, index: int, requests: Sequence[str]) -> Mapping[str, str]:
+        """End a batch, as :meth:`finish_layer_wise_loading`: which of its requests' loads have failed, and why."""
+        if self.finish_layer_wise_loading(index):
+            return {}
+        return self.failures() or dict.fromkeys(requests, "its batch could not be loaded; see the engine's log")
 
     def failures(self) -> Mapping[str, str]:
         """Of the batch that has ended last: the requests whose loads have failed, and why."""

@@ -15,6 +15,7 @@ from layerflow.agent.values import Hit, StepRequest
 from layerflow.connectors.common.guard import attempt, tell
 from layerflow.connectors.sglang.breaker import Breaker
 from layerflow.connectors.sglang.layout import Layout
+from layerflow.expiring import ExpiringSet
 from layerflow.keys import HashedChain
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ STALE_S = 1.0
 
 MOST_FOUND = 4096
 """Requests whose hits are remembered; the oldest are forgotten beyond that, the same ones on every rank."""
+
+AVOID_S, MOST_AVOIDED = 30.0, 1024
+"""A prefix whose load has failed is computed for so long: a client that repeats its request is served."""
 
 LOST = "its hit was forgotten before it was loaded: too many requests wait"
 
@@ -50,12 +54,13 @@ class _Batch:
     """One batch of SGLang's that loads.
 
     :param step: None = it could not be opened.
+    :param loads: by request.
     :param failed: by request: why.
     :param waited: SGLang's numbers of the layers that have been waited for.
     """
 
     step: Step | NoStep | None
-    requests: tuple[str, ...]
+    loads: Mapping[str, StepRequest]
     failed: dict[str, str] = field(default_factory=dict)
     waited: set[int] = field(default_factory=set)
 
@@ -90,6 +95,7 @@ class Loads:
         self._queued: dict[str, StepRequest] = {}
         self._refused: dict[str, str] = {}
         self._batches: dict[int, _Batch] = {}
+        self._avoided = ExpiringSet[bytes](MOST_AVOIDED)  #: digests of the last pages of loads that have failed
         self._last = -1
         self.failures: dict[str, str] = {}  #: of the batch that has ended last: requests, and why
 
@@ -106,6 +112,8 @@ class Loads:
             while len(self._found) > MOST_FOUND:
                 forgotten, _ = self._found.popitem(last=False)
                 self._agent.drop_lease(forgotten)
+        if self._avoided.among(found.chain.digests, now):
+            return []
         pages = found.hit.tokens // found.chain.chunk_tokens
         return list(range(1, pages + 1)) if self._layout.shortens else [pages] * bool(pages)
 
@@ -140,15 +148,15 @@ class Loads:
         if not self._queued and not self._refused:
             return -1
         self._last += 1
-        queued, self._queued = list(self._queued.values()), {}
-        batch = _Batch(None, tuple(each.request for each in queued), dict(self._refused))
+        queued, self._queued = self._queued, {}
+        batch = _Batch(None, queued, dict(self._refused))
         self._refused.clear()
         self._batches[self._last] = batch
         try:
-            batch.step = self._agent.open_step(queued, self._timeout_s, after=self._after())
+            batch.step = self._agent.open_step(list(queued.values()), self._timeout_s, after=self._after())
         except Exception as error:  # noqa: BLE001 - told, and SGLang is told that these have failed
             tell("start_layer_wise_loading", None, error)
-            batch.failed |= dict.fromkeys(batch.requests, f"{type(error).__name__}: {error}"[:200])
+            batch.failed |= dict.fromkeys(batch.loads, f"{type(error).__name__}: {error}"[:200])
         return self._last
 
     def wait(self, number: int, layer: int) -> None:
@@ -164,7 +172,7 @@ class Loads:
         if own is not None:
             step = batch.step
             if not attempt(lambda: step.wait_layer(own), "wait_until"):
-                batch.failed |= dict.fromkeys(batch.requests, f"layer {layer} could not be waited for")
+                batch.failed |= dict.fromkeys(batch.loads, f"layer {layer} could not be waited for")
 
     def finish(self, number: int) -> bool:
         """Wait until the batch writes nothing any more; False = some of it is not in place, see :attr:`failures`."""
@@ -178,12 +186,17 @@ class Loads:
             for blocks in outcome.failed:
                 batch.failed.setdefault(blocks.request, blocks.reason)
             if outcome.aborted:
-                batch.failed |= dict.fromkeys(batch.requests, "its load was cut off")
+                batch.failed |= dict.fromkeys(batch.loads, "its load was cut off")
             batch.step.close()
         self.failures = batch.failed
         if not batch.failed:
             self._breaker.succeeded()
             return True
+        until = time.monotonic() + AVOID_S
+        for request in batch.failed:
+            load = batch.loads.get(request)
+            if load is not None:
+                self._avoided.add(load.chain.digests[load.load[1] // load.chain.chunk_tokens - 1], until)
         reason = next(iter(batch.failed.values()))
         log.error("load_failed", requests=sorted(batch.failed)[:16], failed=len(batch.failed), reason=reason)
         self._breaker.failed(reason)
