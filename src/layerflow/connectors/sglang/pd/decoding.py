@@ -126,9 +126,9 @@ class DecodeSide:
                 self._lose(following, "it was not open by its deadline")
             return
         if hit.tokens < following.tokens:
-            found = f"{hit.tokens} of {following.tokens} tokens are there"
-            why = hit.reason or ("" if self._agent.attached else "no layerflow server is attached")
-            self._lose(following, f"{found}: {why}" if why else found)
+            away = "its layerflow server is away" if not self._agent.attached else "the layerflow server was lost"
+            why = hit.reason or (away if not hit.tokens else "the rest was not stored")
+            self._lose(following, f"{hit.tokens} of {following.tokens} tokens are there: {why}")
             return
         hit = self._lookups.take(following.inquiry, hit)
         start = following.first * following.chain.chunk_tokens
