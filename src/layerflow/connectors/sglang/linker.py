@@ -98,7 +98,7 @@ class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
         parallel = get_parallel()
         shard = _shard(parallel, params)
         config = ModelConfig.from_server_args(server_args)
-        _refuse(server_args, params, config)
+        _refuse(params, config)
         self.forward_stream = forward_stream
         kvcache = params.token_to_kv_pool_allocator.get_kvcache()
         states = params.req_to_token_pool if MAMBA in {_component(each) for each in components} else None
@@ -319,17 +319,17 @@ def _shard(parallel: Any, params: Any) -> Shard:
     return Shard(parallel.attn_tp_rank, parallel.attn_tp_size)
 
 
-def _refuse(cfg: Any, params: Any, config: ModelConfig) -> None:
+def _refuse(params: Any, config: ModelConfig) -> None:
     """:raises Unsupported: what would be stored under keys that do not tell it apart, or would be left out of a hit."""
     if params.mtp_draft_device_pools or params.sidecar_draft_device_pools or params.mtp_draft_mamba_pools:
         raise Unsupported(
             "speculative decoding with a draft model: layerflow's linker does not move the draft model's cache yet, "
             "and SGLang would draft from pages that nobody has filled; run without --speculative-algorithm"
         )
-    if config.is_multimodal and not getattr(cfg, "language_only", False):
+    if config.is_multimodal:  # with --language-only too: an encoder elsewhere sends it what images are made into
         raise Unsupported(
             "a multimodal model: it has not been shown that SGLang's page hashes tell all images apart for ever; serve "
-            "text alone (--enable-multimodal off), or run without the linker"
+            "text alone (--language-model-only), or run without the linker"
         )
     if not config.is_generation:
         raise Unsupported("an embedding or reward model: layerflow's linker knows generating models only")
