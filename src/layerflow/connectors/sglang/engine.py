@@ -59,7 +59,7 @@ class EngineCache:
         check_version(sglang.__version__, allow_unknown=options.allow_unknown)
         parallel = get_parallel()
         config = ModelConfig.from_server_args(cfg)
-        _refuse(cfg, config, parallel)
+        _refuse(config, parallel)
         heads = {KV: config.get_total_num_kv_heads(), SWA: config.get_swa_num_kv_heads(1)}
         self.rank = Shard(parallel.attn_tp_rank, parallel.attn_tp_size)
         self.layout = layout_of(kvcache, states, page, window, heads, self.rank)
@@ -146,7 +146,7 @@ class EngineCache:
             self._agent.close()
 
 
-def _refuse(cfg: Any, config: ModelConfig, parallel: Any) -> None:
+def _refuse(config: ModelConfig, parallel: Any) -> None:
     """:raises Unsupported: what would be stored under keys that do not tell it apart, or not be stored whole."""
     for name, size in (
         ("--pp-size", parallel.pp_size),
@@ -155,10 +155,10 @@ def _refuse(cfg: Any, config: ModelConfig, parallel: Any) -> None:
     ):
         if size > 1:
             raise Unsupported(f"{name} {size}: layerflow does not support it in SGLang yet; set it to 1")
-    if config.is_multimodal and not getattr(cfg, "language_only", False):
+    if config.is_multimodal:  # with --language-only too: an encoder elsewhere sends it what images are made into
         raise Unsupported(
             "a multimodal model: it has not been shown that SGLang's page hashes tell all images apart for ever; serve "
-            "text alone (--enable-multimodal off), or run without layerflow"
+            "text alone (--language-model-only), or run without layerflow"
         )
     if not config.is_generation:
         raise Unsupported("an embedding or reward model: layerflow knows generating models only")
