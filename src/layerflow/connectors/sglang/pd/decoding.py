@@ -26,6 +26,9 @@ YIELD_S = 5e-4
 """How long a poll lets go of the interpreter while something loads: SGLang's loops ask without a pause, and the lanes
 need it for a moment each time."""
 
+STORY_S = 0.02
+"""How long a failed load waits for the server to say why: SGLang's loop stands still for it."""
+
 log = structlog.get_logger("layerflow.sglang")
 
 
@@ -152,7 +155,16 @@ class DecodeSide:
             following.progress = Progress.THERE
             self._lookups.release_handoff(handoff_name(following.room))
         else:
-            self._lose(following, outcome.failed[0].reason if outcome.failed else "its load was cut off")
+            reason = outcome.failed[0].reason if outcome.failed else "its load was cut off"
+            self._lose(following, self._with_story(following, reason))
+
+    def _with_story(self, following: Following, reason: str) -> str:
+        """The reason, with what the server knows of the hand-off: that its engine has given it up, for instance."""
+        asked = self._lookups.watch_handoff(handoff_name(following.room), 0.0)
+        state = self._lookups.handoff(asked, STORY_S)
+        return (
+            f"{reason} (the hand-off: {state.state}, {state.reason})" if state is not None and state.reason else reason
+        )
 
     def _lose(self, following: Following, reason: str) -> None:
         following.progress, following.reason = Progress.LOST, reason
