@@ -23,7 +23,7 @@ _KNOWN_CODE = ("torch", "sglang")
 
 def loaded_modules() -> list[nn.Module]:
     """All modules of the models that this process has loaded; SGLang hands linkers their pools only."""
-    layers = [each for each in gc.get_objects() if isinstance(each, nn.Module) and _is_attention(each)]
+    layers = [each for each in gc.get_objects() if issubclass(type(each), nn.Module) and _is_attention(each)]
     return model_of(layers)
 
 
