@@ -21,14 +21,14 @@ import torch
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_lora, get_parallel
 
 from layerflow.agent import Agent
 from layerflow.connectors.common.guard import attempt, guarded
 from layerflow.connectors.common.loaded import LoadedWeights
 from layerflow.connectors.common.weights import START_WAIT_S, Weights, WeightsReading
 from layerflow.connectors.sglang.breaker import Breaker
-from layerflow.connectors.sglang.identity import arithmetic_of, checkpoint_of, loaded_modules
+from layerflow.connectors.sglang.identity import arithmetic_of, loaded_modules, reading_of
 from layerflow.connectors.sglang.layout import KV, MAMBA, SWA, layout_of
 from layerflow.connectors.sglang.loads import Loads
 from layerflow.connectors.sglang.options import parse_options
@@ -117,7 +117,8 @@ class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._stale = ""
         self._breaker = Breaker()
         self._attached: _Attached | None = None
-        self._reading = WeightsReading(checkpoint_of(server_args, self.options.model_content).content)
+        adapters = get_lora().lora_paths or ()  # as SGLang has resolved them; server_args keeps what was written
+        self._reading = WeightsReading(reading_of(server_args, adapters, self.options.model_content))
         self.layer_done_counter = LayerWaits(max(self._layout.layers) + 1)
         self.pools = {PoolName(group.pool): _pool_of(kvcache, states, group.pool) for group in self._layout.groups}
         if states is not None:
@@ -214,8 +215,9 @@ class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def _ready(self) -> _Attached | None:
         """The agent, made as soon as the weights' content is known."""
         if self._attached is None and self._reading.wait(0):
+            content, adapters = self._reading.found
             spec = msgspec.structs.replace(
-                self._layout.spec, name=self._name, content=self._reading.found, quantization=self._arithmetic
+                self._layout.spec, name=self._name, content=content, quantization=self._arithmetic + adapters
             )
             options = self.options
             agent = Agent(
