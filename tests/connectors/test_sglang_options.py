@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from layerflow.connectors.sglang.options import Options, parse_options
+from layerflow.connectors.sglang.options import ENVIRONMENT, Options, options_of_environment, parse_options
 from layerflow.connectors.sglang.versions import KNOWN, check_version
 from layerflow.endpoint import default_endpoint
 from layerflow.errors import ConfigError, Unsupported
@@ -28,6 +28,7 @@ def test_every_option_can_be_set() -> None:
             "model_content": "@/run/weights",
             "lookup_timeout_ms": 5,
             "load_timeout_ms": 1500,
+            "handoff_deadline_s": 30,
             "allow_unknown_sglang": True,
         }
     )
@@ -39,6 +40,7 @@ def test_every_option_can_be_set() -> None:
         model_content="@/run/weights",
         lookup_timeout_s=0.005,
         load_timeout_s=1.5,
+        handoff_deadline_s=30,
         allow_unknown=True,
     )
 
@@ -60,6 +62,7 @@ def test_every_option_can_be_set() -> None:
         ({"lookup_timeout_ms": 0}, "lookup_timeout_ms = 0: should be 1 to 10000"),
         ({"lookup_timeout_ms": "50"}, "lookup_timeout_ms = '50': should be a number"),
         ({"load_timeout_ms": 0}, "load_timeout_ms = 0: should be 1 to 3.6e+06"),
+        ({"handoff_deadline_s": 0}, "handoff_deadline_s = 0: should be 1 to 86400"),
         ({"load_timeout_ms": None}, "load_timeout_ms = None: should be a number"),
     ],
 )
@@ -76,3 +79,17 @@ def test_an_sglang_that_was_not_tested_is_refused_with_what_to_do_and_can_be_let
     with pytest.raises(Unsupported, match=r"SGLang 9\.9\.9: .*allow_unknown_sglang = true in linker_extra_config"):
         check_version("9.9.9")
     check_version("9.9.9", allow_unknown=True)
+
+
+def test_a_transfer_backend_has_its_options_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
+    assert options_of_environment() == parse_options({})
+    monkeypatch.setenv(ENVIRONMENT, '{"handoff_deadline_s": 5}')
+    assert options_of_environment().handoff_deadline_s == 5
+
+
+@pytest.mark.parametrize("written", ["{", "[]", "5", '{"endpont": ""}', '{"handoff_deadline_s": "5"}'])
+def test_options_that_are_wrong_there_name_the_variable(monkeypatch: pytest.MonkeyPatch, written: str) -> None:
+    monkeypatch.setenv(ENVIRONMENT, written)
+    with pytest.raises(ConfigError, match=ENVIRONMENT):
+        options_of_environment()

@@ -46,8 +46,7 @@ class PoolGroup:
         """
         if self.pool == MAMBA:
             table = np.full(pages, -1, np.int64)
-            if len(slots):  # a node may end where SGLang has kept no state
-                table[-1] = slots[0]
+            table[-1:] = slots[:1] if len(slots) else -1
             return table
         blocks = slots[::page] // page if self.blocks_are_pages else slots
         table = np.full(pages if self.blocks_are_pages else pages * page, -1, np.int64)

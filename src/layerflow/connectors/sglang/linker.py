@@ -8,37 +8,23 @@ computed comes by ``offload``, node by node, and is told by ``num_completed_offl
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
-import sglang
 import structlog
 import torch
-from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
-from sglang.srt.runtime_context import get_lora, get_parallel
 
-from layerflow.agent import Agent
 from layerflow.connectors.common.guard import attempt, guarded
-from layerflow.connectors.common.loaded import LoadedWeights
-from layerflow.connectors.common.weights import START_WAIT_S, Weights, WeightsReading
 from layerflow.connectors.sglang.breaker import Breaker
-from layerflow.connectors.sglang.identity import arithmetic_of, loaded_modules, reading_of
-from layerflow.connectors.sglang.layout import KV, MAMBA, SWA, layout_of
+from layerflow.connectors.sglang.engine import EngineCache
+from layerflow.connectors.sglang.layout import KV, MAMBA, SWA
 from layerflow.connectors.sglang.loads import Loads
 from layerflow.connectors.sglang.options import parse_options
 from layerflow.connectors.sglang.saves import Saves
-from layerflow.connectors.sglang.versions import check_version
 from layerflow.errors import Unsupported
-from layerflow.spec import Shard
-
-ATTACH_WAIT_S = 2.0
-"""How long a start waits for a server. Later, the engine attaches when one comes."""
 
 PAGE_ADVICE = 64
 
@@ -76,11 +62,11 @@ def _nothing() -> list[int]:
     return []
 
 
-class _Attached:
-    """The agent, once the weights' content is known, and what works with it."""
+class _Ready:
+    """What works with the agent, once there is one."""
 
-    def __init__(self, agent: Agent, loads: Loads, saves: Saves) -> None:
-        self.agent, self.loads, self.saves = agent, loads, saves
+    def __init__(self, loads: Loads, saves: Saves) -> None:
+        self.loads, self.saves = loads, saves
 
 
 class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
@@ -94,49 +80,44 @@ class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self, server_args: Any, params: Any, *, components: Any, extra_config: Any, forward_stream: Any = None
     ) -> None:
         self.options = parse_options(extra_config)
-        check_version(sglang.__version__, allow_unknown=self.options.allow_unknown)
-        parallel = get_parallel()
-        shard = _shard(parallel, params)
-        config = ModelConfig.from_server_args(server_args)
-        _refuse(params, config)
+        if params.mtp_draft_device_pools or params.sidecar_draft_device_pools or params.mtp_draft_mamba_pools:
+            raise Unsupported(
+                "speculative decoding with a draft model: layerflow's linker does not move the draft model's cache "
+                "yet, and SGLang would draft from pages that nobody has filled; run without --speculative-algorithm"
+            )
         self.forward_stream = forward_stream
         kvcache = params.token_to_kv_pool_allocator.get_kvcache()
         states = params.req_to_token_pool if MAMBA in {_component(each) for each in components} else None
-        heads = {KV: config.get_total_num_kv_heads(), SWA: config.get_swa_num_kv_heads(1)}
-        self._layout = layout_of(kvcache, states, params.page_size, params.sliding_window_size or 0, heads, shard)
         _check_page(params.page_size, states is not None)
-        modules = loaded_modules()
-        dtypes = [str(tensor.dtype) for planes in self._layout.tensors.values() for tensor in planes.values()]
-        self._arithmetic = arithmetic_of(server_args, sglang.__version__, modules, dtypes)
+        self._cache = EngineCache(
+            server_args,
+            self.options,
+            kvcache=kvcache,
+            states=states,
+            page=params.page_size,
+            window=params.sliding_window_size or 0,
+        )
+        layout = self._cache.layout
         self._translate = getattr(params.req_to_token_pool, "translate_mamba_indices", None)
-        self._engine = _engine_id(server_args, parallel)
-        self._name = self.options.name or _name(server_args, parallel)
-        self._weights = LoadedWeights(modules)
-        self._named = Weights(self.options.model_content)
-        self._replaced = 0
-        self._stale = ""
         self._breaker = Breaker()
-        self._attached: _Attached | None = None
-        adapters = get_lora().lora_paths or ()  # as SGLang has resolved them; server_args keeps what was written
-        self._reading = WeightsReading(reading_of(server_args, adapters, self.options.model_content))
-        self.layer_done_counter = LayerWaits(max(self._layout.layers) + 1)
-        self.pools = {PoolName(group.pool): _pool_of(kvcache, states, group.pool) for group in self._layout.groups}
+        self._attached: _Ready | None = None
+        self.layer_done_counter = LayerWaits(max(layout.layers) + 1)
+        self.pools = {PoolName(group.pool): _pool_of(kvcache, states, group.pool) for group in layout.groups}
         if states is not None:
             states.register_layer_transfer_counter(self.layer_done_counter)
-        if not self._reading.wait(START_WAIT_S):
-            log.info("weights_being_read", effect="nothing is shared until their digest is known")
         self._ready()
 
     def hook_failed(self, hook: str, subject: Any) -> None:
         """A call has raised: what it was about is computed, fails or is not stored. No load writes on behind it."""
-        if hook == "finish_layer_wise_loading" and self._attached is not None:
-            self._attached.agent.revoke("its batch could not be ended")
+        agent = self._cache.agent()
+        if hook == "finish_layer_wise_loading" and agent is not None:
+            agent.revoke("its batch could not be ended")
 
     @guarded(_nothing)
     def lookup(self, rid: str, transfers: Any) -> list[int]:
         """Every number of pages, behind those on the device, that can be loaded for a request."""
         ready = self._ready()
-        if ready is None or not self.options.load or self._are_replaced():
+        if ready is None or not self.options.load or self._cache.are_replaced():
             return []
         return ready.loads.look_up(rid, _of(transfers, KV).keys)
 
@@ -169,7 +150,7 @@ class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if not self.options.save or self._attached is None:
             return False
         slots = self._slots(transfers)
-        self._attached.saves.begin(_of(transfers, KV).keys, slots, allowed=not self._are_replaced())
+        self._attached.saves.begin(_of(transfers, KV).keys, slots, allowed=not self._cache.are_replaced())
         return True
 
     @guarded(lambda: 0)
@@ -190,17 +171,13 @@ class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
             return
         ready.loads.reset()
         ready.saves.reset()
-        if self._are_replaced():
-            self._rename(ready)
+        self._cache.rename()
 
     def close(self) -> None:
         """Cut off what is under way, and hang up."""
         attempt(self.reset, "close")
-        self._reading.close()
-        self._weights.close()
-        if self._attached is not None:
-            self._attached.agent.close()
-            self._attached = None
+        self._attached = None
+        self._cache.close()
 
     def failed_loads(self, index: int, requests: Sequence[str]) -> Mapping[str, str]:
         """End a batch, as :meth:`finish_layer_wise_loading`: which of its requests' loads have failed, and why."""
@@ -212,54 +189,25 @@ class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """Of the batch that has ended last: the requests whose loads have failed, and why."""
         return self._attached.loads.failures if self._attached is not None else {}
 
-    def _ready(self) -> _Attached | None:
-        """The agent, made as soon as the weights' content is known."""
-        if self._attached is None and self._reading.wait(0):
-            content, adapters = self._reading.found
-            spec = msgspec.structs.replace(
-                self._layout.spec, name=self._name, content=content, quantization=self._arithmetic + adapters
-            )
-            options = self.options
-            agent = Agent(
-                options.endpoint,
-                spec,
-                self._layout.tensors,
-                self._engine,
-                name=self._name,
-                wait_s=ATTACH_WAIT_S,
-                lookup_timeout_s=options.lookup_timeout_s,
-            )
+    def _ready(self) -> _Ready | None:
+        """What loads and saves, made as soon as the weights' content is known."""
+        agent = self._cache.agent() if self._attached is None else None
+        if agent is not None:
+            layout, stream, cache = self._cache.layout, self.forward_stream, self._cache
             loads = Loads(
-                agent, self._layout, after=self._settled, timeout_s=options.load_timeout_s, breaker=self._breaker
+                agent,
+                layout,
+                after=lambda: cache.event(stream, and_current=True),
+                timeout_s=self.options.load_timeout_s,
+                breaker=self._breaker,
             )
-            saves = Saves(agent, self._layout, written=self._written)
             self.layer_done_counter.loads = loads
-            self._attached = _Attached(agent, loads, saves)
+            self._attached = _Ready(loads, Saves(agent, layout, written=lambda: cache.event(stream)))
             log.info(
-                "linker_ready", engine=self._name, attached=agent.attached, page_tokens=spec.chunk_tokens,
-                layers=spec.num_layers, groups=[group.pool for group in self._layout.groups],
+                "linker_ready", engine=cache.name, attached=agent.attached, page_tokens=agent.spec.chunk_tokens,
+                layers=agent.spec.num_layers, groups=[group.pool for group in layout.groups],
             )  # fmt: skip
         return self._attached
-
-    def _are_replaced(self) -> bool:
-        """Are the weights others than those that the keys name? Nothing is loaded or saved until SGLang empties its
-        cache: before, it may hold pages of both.
-        """
-        if not self._stale and (change := self._weights.change()):
-            self._stale = change
-            log.warning("weights_changed", seen=change, effect="nothing is shared until the cache is flushed")
-        return bool(self._stale)
-
-    def _rename(self, ready: _Attached) -> None:
-        self._named.replaced(ready.agent.spec.content)
-        name = self._named.name() if self._named.unnamed else ""
-        self._replaced += 1
-        if not name and ready.agent.spec.shard.workers > 1:
-            name = f"{self._engine}/{self._replaced}"  # the same on every rank, and of no other engine
-        ready.agent.reset(name)
-        self._weights.accept()
-        self._stale = ""
-        log.info("weights_renamed", content=ready.agent.spec.content)
 
     def _slots(self, transfers: Any) -> dict[str, np.ndarray]:
         """int64 slots by pool."""
@@ -270,28 +218,6 @@ class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 indices = self._translate(indices)
             found[pool] = indices.reshape(-1).to("cpu", torch.int64).numpy()
         return found
-
-    def _written(self) -> Any:
-        """An event behind what the forward pass has been given; None on the cpu."""
-        return self._recorded(self.forward_stream)
-
-    def _settled(self) -> Any:
-        """An event behind all work that may touch slots which were free when the batch was made; None on the cpu."""
-        return self._recorded(self.forward_stream, and_current=True)
-
-    def _recorded(self, stream: Any, *, and_current: bool = False) -> Any:
-        assert self._attached is not None
-        agent = self._attached.agent
-        if agent.device.kind == "cpu" or stream is None:
-            return agent.record()
-        device = torch.get_device_module(agent.memory.device)
-        if and_current:
-            both = device.Stream()
-            both.wait_stream(stream)
-            both.wait_stream(device.current_stream())
-            stream = both
-        with device.stream(stream):
-            return agent.record()
 
 
 def _of(transfers: Any, pool: str) -> Any:
@@ -309,34 +235,6 @@ def _pool_of(kvcache: Any, states: Any, pool: str) -> Any:
     return getattr(kvcache, inner, kvcache)
 
 
-def _shard(parallel: Any, params: Any) -> Shard:
-    """:raises Unsupported: a parallelism that spreads a page over ranks, or layers over stages."""
-    for name, size in (
-        ("--pp-size", params.pp_size),
-        ("--attn-cp-size", params.attn_cp_size),
-        ("--dcp-size", getattr(parallel, "attn_dcp_size", 1)),
-    ):
-        if size > 1:
-            raise Unsupported(f"{name} {size}: layerflow's linker does not support it yet; set it to 1")
-    return Shard(parallel.attn_tp_rank, parallel.attn_tp_size)
-
-
-def _refuse(params: Any, config: ModelConfig) -> None:
-    """:raises Unsupported: what would be stored under keys that do not tell it apart, or would be left out of a hit."""
-    if params.mtp_draft_device_pools or params.sidecar_draft_device_pools or params.mtp_draft_mamba_pools:
-        raise Unsupported(
-            "speculative decoding with a draft model: layerflow's linker does not move the draft model's cache yet, "
-            "and SGLang would draft from pages that nobody has filled; run without --speculative-algorithm"
-        )
-    if config.is_multimodal:  # with --language-only too: an encoder elsewhere sends it what images are made into
-        raise Unsupported(
-            "a multimodal model: it has not been shown that SGLang's page hashes tell all images apart for ever; serve "
-            "text alone (--language-model-only), or run without the linker"
-        )
-    if not config.is_generation:
-        raise Unsupported("an embedding or reward model: layerflow's linker knows generating models only")
-
-
 def _check_page(page: int, recurrent: bool) -> None:
     """:raises Unsupported: pages that are stored one by one would be single tokens, and SGLang does not demand it."""
     if page > 1:
@@ -346,19 +244,3 @@ def _check_page(page: int, recurrent: bool) -> None:
             f"--page-size 1: each token would be an object of its own; set --page-size {PAGE_ADVICE} (at least 16)"
         )
     log.warning("pages_of_one_token", effect="each token is an object of its own, which costs much more to look up")
-
-
-def _engine_id(cfg: Any, parallel: Any) -> str:
-    """Shared by all ranks of one scheduler group, and by no other engine.
-
-    Ranks on one machine have one parent, which starts anew with another number.
-    """
-    where = cfg.dist_init_addr if cfg.nnodes > 1 else f"{socket.gethostname()}:{cfg.port}:{os.getppid()}"
-    return f"sglang-{where}-dp{parallel.attn_dp_rank}"
-
-
-def _name(cfg: Any, parallel: Any) -> str:
-    model = cfg.served_model_name or os.path.basename(cfg.model_path.rstrip("/"))
-    return f"{model}@{socket.gethostname()}:{cfg.port}" + (
-        f"-dp{parallel.attn_dp_rank}" if parallel.attn_dp_size > 1 else ""
-    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,12 +11,19 @@ from typing import Any
 from layerflow.connectors.common.options import WrittenOptions
 from layerflow.connectors.sglang.versions import ALLOW_UNKNOWN
 from layerflow.endpoint import default_endpoint
+from layerflow.errors import ConfigError
 
 DEFAULT_LOOKUP_TIMEOUT_MS = 50.0
 """How long SGLang's scheduler may stand still for one lookup. A server on this machine answers in one or two."""
 
+DEFAULT_HANDOFF_DEADLINE_S = 120.0
+
+ENVIRONMENT = "LAYERFLOW_SGLANG_OPTIONS"
+"""The transfer backend's options, JSON: SGLang has no argument that reaches it."""
+
 _KEYS = (
-    "endpoint", "name", "load", "save", "model_content", "lookup_timeout_ms", "load_timeout_ms", ALLOW_UNKNOWN,
+    "endpoint", "name", "load", "save", "model_content", "lookup_timeout_ms", "load_timeout_ms", "handoff_deadline_s",
+    ALLOW_UNKNOWN,
 )  # fmt: skip
 
 
@@ -31,6 +40,8 @@ class Options:
     :param lookup_timeout_s: a server that has not answered a lookup after so long has nothing.
     :param load_timeout_s: a load that is not in place so long after its batch began has failed; None = the server's
         ``transfer.step_timeout_ms``.
+    :param handoff_deadline_s: a prompt that another engine computes has failed if it is not here so long after its
+        pages were.
     :param allow_unknown: run in an SGLang that the connector was not tested with.
     """
 
@@ -41,15 +52,31 @@ class Options:
     model_content: str = ""
     lookup_timeout_s: float = DEFAULT_LOOKUP_TIMEOUT_MS / 1e3
     load_timeout_s: float | None = None
+    handoff_deadline_s: float = DEFAULT_HANDOFF_DEADLINE_S
     allow_unknown: bool = False
 
 
-def parse_options(extra: Mapping[str, Any]) -> Options:
+def options_of_environment() -> Options:
+    """The transfer backend's.
+
+    :raises ConfigError: as :func:`parse_options`, or they are no JSON object.
+    """
+    try:
+        written = json.loads(os.environ.get(ENVIRONMENT) or "{}")
+    except ValueError as error:
+        raise ConfigError(f"{ENVIRONMENT}: {error}") from None
+    if not isinstance(written, dict):
+        raise ConfigError(f'{ENVIRONMENT} should be a JSON object, such as {{"endpoint": "ipc:///path"}}')
+    return parse_options(written, ENVIRONMENT)
+
+
+def parse_options(extra: Mapping[str, Any], where: str = "linker_extra_config") -> Options:
     """Check and translate an extra config.
 
+    :param where: what it is called, for errors.
     :raises ConfigError: unknown keys, or a value of the wrong kind.
     """
-    written = WrittenOptions("linker_extra_config", extra)
+    written = WrittenOptions(where, extra)
     written.refuse_unknown(_KEYS)
     load_timeout = None
     if "load_timeout_ms" in written:
@@ -62,5 +89,6 @@ def parse_options(extra: Mapping[str, Any]) -> Options:
         model_content=written.text("model_content"),
         lookup_timeout_s=written.number("lookup_timeout_ms", DEFAULT_LOOKUP_TIMEOUT_MS, least=1, most=10_000) / 1e3,
         load_timeout_s=load_timeout,
+        handoff_deadline_s=written.number("handoff_deadline_s", DEFAULT_HANDOFF_DEADLINE_S, least=1, most=86_400),
         allow_unknown=written.switch(ALLOW_UNKNOWN, False),
     )

@@ -1,7 +1,8 @@
 """layerflow's plug-in for SGLang (entry point ``sglang.srt.plugins``), which SGLang calls in each of its processes.
 
 Two hooks on the external cache linker: a load that has failed ends its own request only, and its client is told why.
-They concern no other linker, and import nothing before SGLang has made one.
+And the transfer backend ``layerflow``: its name among SGLang's, its classes, and the hooks that tell it of batches and
+layers. Where neither is used, none of them does anything, and nothing of layerflow's is imported.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import structlog
 
 _CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 _WRAPPER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper"
+_PREFILL = "disaggregation.prefill.SchedulerDisaggregationPrefillMixin"
 MOST_REASON = 300
 """Characters of a reason that a client is told."""
 
@@ -26,6 +28,19 @@ def register() -> None:
 
     HookRegistry.register(f"{_WRAPPER}.finish_loads", finish_loads, HookType.AROUND)
     HookRegistry.register(f"{_CACHE}.finish_external_linker_loads", tell_reasons, HookType.AFTER)
+    _name_backend()
+    for target, hook, kind in (
+        ("disaggregation.utils.get_kv_class", backend_class, HookType.AROUND),
+        ("disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager", attach_manager, HookType.AFTER),
+        ("disaggregation.decode.DecodePreallocQueue._init_kv_manager", attach_manager, HookType.AFTER),
+        ("disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue", give_hashes, HookType.AFTER),
+        (f"{_PREFILL}.maybe_send_cached_prefix_chunk", cached_prefix, HookType.AROUND),
+        ("managers.scheduler.Scheduler.run_batch", batch_begins, HookType.BEFORE),
+        ("managers.scheduler.Scheduler.run_batch", batch_ends, HookType.AFTER),
+        ("layers.radix_attention.RadixAttention.forward", layer_done, HookType.AFTER),
+        ("layers.radix_linear_attention.RadixLinearAttention.forward", layer_done, HookType.AFTER),
+    ):
+        HookRegistry.register(f"sglang.srt.{target}", hook, kind)
 
 
 def finish_loads(original: Callable[..., list[str]], wrapper: Any, *args: Any, **kwargs: Any) -> list[str]:
@@ -62,3 +77,77 @@ def tell_reasons(failed: list[Any], cache: Any, *args: Any, **kwargs: Any) -> No
         reason = reasons().get(request.rid, "it failed on another rank")
         text = f"External KV cache load failed: {reason}"[:MOST_REASON]
         request.discard_output_reason = FINISH_ABORT(text, HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+# The transfer backend.
+
+BACKEND = "layerflow"
+_prefilling: list[Any] = []  #: this process's manager, where it prefills
+
+
+def _name_backend() -> None:
+    """Make ``--disaggregation-transfer-backend layerflow`` a choice, and a member of SGLang's enum."""
+    from sglang.srt.arg_groups import choices  # noqa: PLC0415 - nothing else needs SGLang
+    from sglang.srt.disaggregation.utils import TransferBackend  # noqa: PLC0415
+
+    if BACKEND in TransferBackend._value2member_map_:
+        return
+    choices.add_disagg_transfer_backend_choices([BACKEND])
+    member = object.__new__(TransferBackend)
+    member._name_, member._value_ = BACKEND.upper(), BACKEND
+    TransferBackend._value2member_map_[BACKEND] = member
+    TransferBackend._member_map_[member._name_] = member
+
+
+def backend_class(original: Callable[..., Any], backend: Any, kind: Any) -> Any:
+    """The classes of the backend; of others SGLang's."""
+    if getattr(backend, "value", backend) != BACKEND or kind.name == "KVARGS":
+        return original(backend, kind)
+    from layerflow.connectors.sglang.pd import backend as classes  # noqa: PLC0415 - only where it is chosen
+
+    return {
+        "MANAGER": classes.LayerflowManager,
+        "SENDER": classes.LayerflowSender,
+        "RECEIVER": classes.LayerflowReceiver,
+        "BOOTSTRAP_SERVER": classes.LayerflowBootstrapServer,
+    }[kind.name]
+
+
+def attach_manager(manager: Any, queue: Any, *args: Any, **kwargs: Any) -> None:
+    """SGLang has made a manager: it gets the pools, which its constructor is not given."""
+    if hasattr(manager, "begin_batch"):
+        manager.attach(queue)
+        if manager.prefill is not None:
+            _prefilling[:] = [manager]
+
+
+def give_hashes(made: Any, queue: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    """A decode engine's receiver gets its prompt's page hashes: SGLang hands it pages, not tokens."""
+    if hasattr(made.kv_receiver, "hashes"):
+        from layerflow.connectors.sglang.pd.backend import prompt_hashes  # noqa: PLC0415 - it is chosen
+
+        made.kv_receiver.hashes = prompt_hashes(request, queue.kv_manager.kv_args.page_size)
+
+
+def batch_begins(scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+    """A batch is about to run on a prefill engine."""
+    for manager in _prefilling:
+        if batch.forward_mode.is_extend():
+            manager.begin_batch(batch)
+
+
+def batch_ends(result: Any, *args: Any, **kwargs: Any) -> None:
+    """It has run, or has been given to the device."""
+    for manager in _prefilling:
+        manager.prefill.end_batch()
+
+
+def cached_prefix(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What prefill has cached of a prompt is saved with its first batch: SGLang need not send it ahead of that."""
+    return None if _prefilling else original(*args, **kwargs)
+
+
+def layer_done(result: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+    """A layer's new keys and values, or its state, are written."""
+    for manager in _prefilling:
+        manager.prefill.layer_done(layer.layer_id)

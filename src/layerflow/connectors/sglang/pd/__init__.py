@@ -1,0 +1,1 @@
+"""Prefill and decode apart in SGLang: a transfer backend over layerflow's hand-offs, chosen by ``layerflow``."""

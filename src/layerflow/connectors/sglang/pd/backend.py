@@ -1,0 +1,357 @@
+"""SGLang's transfer backend ``layerflow``: its manager, sender, receiver and bootstrap server.
+
+SGLang's control plane is used as it is (bootstrap over HTTP, one ZMQ socket for each rank). Over it, decode tells
+prefill where a request's first token goes, and prefill sends that, or why it has failed. Keys and values go through
+layerflow: prefill never writes decode's pages, and never waits for decode.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import structlog
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import (
+    CommonKVBootstrapServer,
+    CommonKVManager,
+    CommonKVReceiver,
+    CommonKVSender,
+)
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.utils import get_hash_str, get_storage_hash_str
+
+from layerflow.agent.lookups import Lookups
+from layerflow.connectors.common.guard import attempt
+from layerflow.connectors.sglang.engine import EngineCache
+from layerflow.connectors.sglang.layout import KV, MAMBA
+from layerflow.connectors.sglang.options import options_of_environment
+from layerflow.connectors.sglang.pd.decoding import DecodeSide, Following, Progress
+from layerflow.connectors.sglang.pd.prefilling import PrefillSide, PromptPart
+from layerflow.errors import Unsupported
+from layerflow.system.threads import OwnedThread
+
+ROOM, ROW, FAILED, ABORT = b"LAYERFLOW_ROOM", b"LAYERFLOW_ROW", b"LAYERFLOW_FAILED", b"ABORT"
+"""Tags of frames between ranks: decode is there; the first token's row; prefill has failed; decode has given up."""
+
+ROW_KEPT_S = 300.0
+"""How long a first token waits for a decode engine that has not come yet; hand-offs end sooner."""
+
+log = structlog.get_logger("layerflow.sglang")
+
+
+class LayerflowManager(CommonKVManager):  # type: ignore[misc]
+    """Of one rank.
+
+    :ivar prefill: its end of hand-offs. :ivar decode: likewise. One is None, both are before :meth:`attach`.
+    """
+
+    def __init__(self, args: Any, mode: DisaggregationMode, server_args: Any, is_mla_backend: bool = False) -> None:
+        super().__init__(args, mode, server_args, is_mla_backend)
+        self.prefill: PrefillSide | None = None
+        self.decode: DecodeSide | None = None
+        self._pages: EngineCache | None = None
+        self._request_pool: Any = None
+        self._rows_lock = threading.Lock()
+        self._rows: dict[int, tuple[float, list[bytes]]] = {}  #: prefill: first tokens; decode: those that have come
+        self._decoders: dict[int, set[tuple[str, int]]] = {}  #: prefill: by room, who waits for the first token
+        self._reasons: dict[int, str] = {}
+        self._control = OwnedThread("layerflow-sglang-pd", self._hear, restart_s=0.1).start()
+        if mode == DisaggregationMode.DECODE:
+            self._start_heartbeat_checker_thread()
+
+    def attach(self, queue: Any) -> None:
+        """The engine's pools are there.
+
+        :param queue: SGLang's bootstrap queue (prefill) or preallocation queue (decode), which has made this manager.
+        :raises Unsupported: a model or a parallelism that is not known here.
+        """
+        scheduler = queue.scheduler
+        if scheduler.spec_algorithm is not None and not scheduler.spec_algorithm.is_none():
+            raise Unsupported("speculative decoding: layerflow's transfer backend does not move a draft's cache yet")
+        kinds = [kind.name for kind in getattr(self.kv_args, "state_types", None) or ()]
+        if set(kinds) - {"MAMBA"}:
+            raise Unsupported(f"layerflow's transfer backend hands over attention and recurrent states, not {kinds}")
+        runner = scheduler.tp_worker.model_runner
+        self._request_pool = scheduler.req_to_token_pool
+        states = self._request_pool if getattr(self._request_pool, "mamba_map", None) else None
+        self._pages = cache = EngineCache(
+            self.server_args,
+            options_of_environment(),
+            kvcache=queue.token_to_kv_pool,
+            states=states,
+            page=self.kv_args.page_size,
+            role=self.disaggregation_mode.value,
+        )
+        agent = cache.agent()
+        if agent is None:
+            raise Unsupported("the weights' digest is not known in time; set model_content in LAYERFLOW_SGLANG_OPTIONS")
+        stream = getattr(runner, "forward_stream", None)
+        lookups = Lookups(options_of_environment().endpoint, cache.engine, agent.spec, name=cache.name)
+        lookups.wait_connected(1.0)
+        if self.disaggregation_mode == DisaggregationMode.PREFILL:
+            self.prefill = PrefillSide(
+                agent, lookups, cache.layout, leads=cache.rank.tp_rank == 0, written=agent.record
+            )
+        else:
+            self.decode = DecodeSide(
+                agent,
+                lookups,
+                cache.layout,
+                after=lambda: cache.event(stream, and_current=True),
+                deadline_s=options_of_environment().handoff_deadline_s,
+            )
+        log.info("transfer_backend_ready", engine=cache.name, attached=agent.attached)
+
+    # -- prefill: SGLang's scheduler thread ----------------------------------------------------------
+
+    def begin_batch(self, batch: Any) -> None:
+        """A batch is about to run: what it computes of prompts that decode engines wait for is saved as it comes."""
+        assert self.prefill is not None
+        parts = []
+        for request in batch.reqs:
+            sender = getattr(request, "disagg_kv_sender", None)
+            if isinstance(sender, LayerflowSender):
+                sender.hashes = sender.hashes or prompt_hashes(request, self.kv_args.page_size)
+                parts.append(self._part(request, sender))
+        self.prefill.begin(parts)
+
+    def _part(self, request: Any, sender: LayerflowSender) -> PromptPart:
+        page, total = self.kv_args.page_size, len(request.origin_input_ids)
+        end = min(int(request.extend_end), total)
+        pages = -(-end // page) if end == total else end // page
+        row = self._request_pool.req_to_token[request.kv.req_pool_idx]
+        starts = row[: pages * page : page].to("cpu").numpy().astype(np.int64)
+        slots = {KV: (starts[:, None] + np.arange(page)).reshape(-1)}
+        if end == total and request.kv.holds_mamba:
+            slots[MAMBA] = _state_slot(self._request_pool, request.kv.req_pool_idx)
+        return PromptPart(sender.bootstrap_room, sender.hashes, pages, slots)
+
+    def add_transfer_request(
+        self, room: int, kv_indices: Any, index_slice: Any, is_last_chunk: bool, aux_index: Any = None, **_: Any
+    ) -> None:
+        """SGLang has computed a chunk of a prompt; with the last one there is a first token."""
+        if not is_last_chunk or self.prefill is None:
+            return
+        self.prefill.end(room)
+        arguments = zip(self.kv_args.aux_data_ptrs, self.kv_args.aux_item_lens, strict=True)
+        rows = [ctypes.string_at(start + aux_index * length, length) for start, length in arguments]
+        now = time.monotonic()
+        with self._rows_lock:
+            self._rows[room] = now + ROW_KEPT_S, rows
+            for old in [each for each, (until, _) in self._rows.items() if until < now]:
+                del self._rows[old]
+                self._decoders.pop(old, None)
+        self.update_status(room, KVPoll.Transferring)
+        self._send_rows(room)
+
+    def give_up(self, room: int, reason: str) -> None:
+        """Prefill does not compute a prompt any further; decode hears why."""
+        if self.prefill is not None:
+            self.prefill.give_up(room, reason)
+        self.tell_failure(room, reason)
+
+    def tell_failure(self, room: int, reason: str) -> None:
+        """Tell each decode rank that waits for a room."""
+        with self._rows_lock:
+            self._reasons[room] = reason
+            waiting = self._decoders.pop(room, set())
+            while len(self._reasons) > 4096:
+                self._reasons.pop(next(iter(self._reasons)))
+        for address in waiting:
+            self._send(address, [FAILED, str(room).encode(), reason.encode()])
+
+    # -- decode --------------------------------------------------------------------------------------
+
+    def build_receiver_registration_message(self) -> list[bytes]:
+        """Nothing need be known of a decode rank before its first request."""
+        return [b"LAYERFLOW_HELLO"]
+
+    def build_receiver_metadata_message(self, *, bootstrap_room: int, **_: Any) -> list[bytes]:
+        """Where the first token of a room goes."""
+        return [ROOM, str(bootstrap_room).encode(), self.local_ip.encode(), str(self.rank_port).encode()]
+
+    def take_row(self, room: int, index: int) -> bool:
+        """Write the first token of a room into SGLang's metadata buffers, if it has come."""
+        with self._rows_lock:
+            rows = self._rows.pop(room, (0.0, []))[1]
+        for row, start, length in zip(rows, self.kv_args.aux_data_ptrs, self.kv_args.aux_item_lens, strict=False):
+            ctypes.memmove(start + index * length, row, min(length, len(row)))
+        return bool(rows)
+
+    def forget(self, room: int) -> None:
+        """Decode has let go of a room."""
+        with self._rows_lock:
+            self._rows.pop(room, None)
+
+    # -- the control thread --------------------------------------------------------------------------
+
+    def _hear(self) -> None:
+        while True:
+            frames = self.server_socket.recv_multipart()
+            attempt(functools.partial(self._handle, frames), "control message")
+
+    def _handle(self, frames: Sequence[bytes]) -> None:
+        tag = frames[0]
+        if tag == ROOM:
+            room, address = int(frames[1]), (frames[2].decode(), int(frames[3]))
+            with self._rows_lock:
+                self._decoders.setdefault(room, set()).add(address)
+                reason = self._reasons.get(room)
+            if reason is not None:
+                self.tell_failure(room, reason)
+            else:
+                self._send_rows(room)
+        elif tag == ROW:
+            with self._rows_lock:
+                self._rows[int(frames[1])] = time.monotonic() + ROW_KEPT_S, list(frames[2:])
+        elif tag == FAILED:
+            self.record_failure(int(frames[1]), f"the prefill engine has failed: {frames[2].decode()}")
+            self.update_status(int(frames[1]), KVPoll.Failed)
+        elif tag == ABORT:
+            with self._rows_lock:
+                self._decoders.pop(int(frames[1]), None)
+
+    def _send_rows(self, room: int) -> None:
+        with self._rows_lock:
+            rows = self._rows.get(room, (0.0, []))[1]
+            waiting = self._decoders.pop(room, set()) if rows else set()
+        for address in waiting:
+            self._send(address, [ROW, str(room).encode(), *rows])
+
+    def _send(self, address: tuple[str, int], frames: list[bytes]) -> None:
+        host, port = address
+        attempt(lambda: self._send_multipart_locked(f"tcp://{host}:{port}", frames), "send")
+
+
+class LayerflowSender(CommonKVSender):  # type: ignore[misc]
+    """A prompt on the prefill engine: it begins at once, and its pages are free when its saves have ended."""
+
+    def __init__(self, mgr: LayerflowManager, bootstrap_addr: str, bootstrap_room: int, *args: Any, **kwargs: Any):
+        super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **kwargs)
+        self.hashes: Sequence[str] = ()
+        self._refused = False
+        mgr.update_status(bootstrap_room, KVPoll.WaitingForInput)  # nothing of decode is needed to begin
+
+    def poll(self) -> Any:
+        """Success once the prompt is computed and no save reads its pages, whether or not decode has come."""
+        status, side = super().poll(), self.kv_mgr.prefill
+        if status in (KVPoll.Success, KVPoll.Failed) or side is None:
+            return status
+        if not self._refused and (reason := side.refusal(self.bootstrap_room)):
+            self._refused = True
+            self.kv_mgr.tell_failure(self.bootstrap_room, reason)
+        if status == KVPoll.Transferring and not side.saving(self.bootstrap_room):
+            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
+            return super().poll()
+        return status
+
+    def abort(self) -> None:
+        """The request is given up: nothing reads its pages when this returns."""
+        self.kv_mgr.give_up(self.bootstrap_room, "the request was aborted")
+        super().abort()
+
+    def clear(self) -> None:
+        """SGLang frees the request's pages next."""
+        if self.conclude_state != KVPoll.Success:
+            self.kv_mgr.give_up(self.bootstrap_room, "the request has ended before its prompt was computed")
+        if self.kv_mgr.prefill is not None:
+            self.kv_mgr.prefill.forget(self.bootstrap_room)
+        super().clear()
+
+
+class LayerflowReceiver(CommonKVReceiver):  # type: ignore[misc]
+    """A prompt on the decode engine: followed as soon as it has pages."""
+
+    def __init__(self, mgr: LayerflowManager, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
+        super().__init__(mgr, bootstrap_addr, bootstrap_room)
+        self.hashes: Sequence[str] = ()
+        self._following: Following | None = None
+        self._index = 0
+
+    def send_metadata(
+        self,
+        kv_indices: Any,
+        aux_index: int | None = None,
+        state_indices: Sequence[Any] | None = None,
+        decode_prefix_len: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """The request has pages: tell prefill where its first token goes, and load into them what it saves."""
+        super().send_metadata(kv_indices, aux_index, state_indices, decode_prefix_len, **kwargs)
+        side = self.kv_mgr.decode
+        if side is None or self.conclude_state == KVPoll.Failed:
+            return
+        page = self.kv_mgr.kv_args.page_size
+        slots = {KV: (np.asarray(kv_indices, np.int64)[:, None] * page + np.arange(page)).reshape(-1)}
+        for kind, indices in zip(self.kv_mgr.kv_args.state_types or (), state_indices or (), strict=False):
+            if kind.name == "MAMBA" and indices is not None:
+                slots[MAMBA] = np.asarray(indices, np.int64).reshape(-1)
+        self._index = aux_index or 0
+        self._following = side.follow(self.bootstrap_room, self.hashes, (decode_prefix_len or 0) // page, slots)
+
+    def poll(self) -> Any:
+        """Success once all of the prompt is in place and its first token is there."""
+        status, following = super().poll(), self._following
+        if status in (KVPoll.Success, KVPoll.Failed):
+            if status == KVPoll.Failed:
+                self._give_up()
+            return status
+        if following is None:
+            return status
+        progress = self.kv_mgr.decode.poll(following)
+        if progress is Progress.LOST:
+            self.kv_mgr.record_failure(self.bootstrap_room, f"layerflow: {following.reason}")
+            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+        elif progress is Progress.THERE and self.kv_mgr.take_row(self.bootstrap_room, self._index):
+            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
+        return super().poll()
+
+    def abort(self) -> None:
+        """The request is given up: nothing writes its pages when this returns."""
+        self._give_up()
+        super().abort()
+
+    def clear(self) -> None:
+        """SGLang frees the request's pages next, or has them filled."""
+        self._give_up()
+        self.kv_mgr.forget(self.bootstrap_room)
+        super().clear()
+
+    def _give_up(self) -> None:
+        if self._following is not None:
+            self.kv_mgr.decode.give_up(self._following)
+
+
+class LayerflowBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]
+    """SGLang's own."""
+
+
+def prompt_hashes(request: Any, page: int) -> list[str]:
+    """Page hashes of a prompt, as SGLang's stores have them, and one of what is left behind the last whole page.
+
+    An adapter's name in SGLang is another one in each engine, so a prompt with one is handed over under its room, and
+    shared with nobody.
+    """
+    extra, salt = request.extra_key, request.cache_salt
+    if request.lora_id is not None:
+        extra, salt = f"room-{request.bootstrap_room}", None
+    tokens = request.origin_input_ids
+    whole = len(tokens) // page * page
+    key = RadixKey(tokens[:whole], extra, cache_salt=salt)
+    hashes = list(get_storage_hash_str(key, None, page_size=page)) if whole else []
+    if whole < len(tokens):
+        rest = RadixKey(tokens[whole:], extra, cache_salt=salt)
+        hashes.append(get_hash_str(rest, hashes[-1]) if hashes else get_storage_hash_str(rest, None))
+    return hashes
+
+
+def _state_slot(pool: Any, index: int) -> np.ndarray:
+    slot = pool.translate_mamba_indices(pool.req_index_to_mamba_index_mapping[index])
+    return slot.reshape(-1).to("cpu").numpy().astype(np.int64)  # type: ignore[no-any-return]

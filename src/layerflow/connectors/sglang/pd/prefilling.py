@@ -1,0 +1,163 @@
+"""The prefill engine's end of its hand-offs: opened with a prompt's first batch, saved layer by layer, ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import structlog
+
+from layerflow.agent.values import StepRequest
+from layerflow.connectors.common.guard import tell
+from layerflow.connectors.sglang.layout import Layout
+
+if TYPE_CHECKING:
+    from layerflow.agent import Agent, NoStep, Step
+    from layerflow.agent.client import HandoffInquiry
+    from layerflow.agent.lookups import Lookups
+    from layerflow.keys import HashedChain
+
+DRAIN_S = 1.0
+"""How long a request that is given up waits for batches that still read its slots; then its saves are cut off."""
+
+log = structlog.get_logger("layerflow.sglang")
+
+
+def handoff_name(room: int) -> str:
+    """What both engines call a request's hand-off: by SGLang's room, which the router has made up for it."""
+    return f"sglang-{room}"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPart:
+    """What one batch computes of a prompt.
+
+    :param hashes: of all of the prompt's pages, the last of which may be a part of one.
+    :param end: pages that are whole once the batch has run.
+    :param slots: by pool: the slots of these pages, of states the one behind the prompt's last token.
+    """
+
+    room: int
+    hashes: Sequence[str]
+    end: int
+    slots: Mapping[str, np.ndarray]
+
+
+@dataclass(slots=True)
+class _Prompt:
+    chain: HashedChain
+    opened: HandoffInquiry | None
+    saved: int = 0
+    over: bool = False
+    refusal: str = ""
+
+
+@dataclass(slots=True)
+class PrefillSide:
+    """Of one worker, on its scheduler's thread.
+
+    :param lookups: of the same engine. One rank opens and ends hand-offs; what the others save belongs to them too.
+    :param leads: this is that rank.
+    :param written: makes an event behind all that the forward pass has been given; None on the cpu.
+    """
+
+    agent: Agent
+    lookups: Lookups
+    layout: Layout
+    leads: bool
+    written: Callable[[], object]
+    _prompts: dict[int, _Prompt] = field(default_factory=dict)
+    _step: Step | NoStep | None = None
+    _seen: set[int] = field(default_factory=set)
+
+    def begin(self, parts: Sequence[PromptPart]) -> None:
+        """A batch is about to run."""
+        self.end_batch()
+        requests = []
+        for part in parts:
+            prompt = self._prompts.get(part.room)
+            if prompt is None:
+                chain = self.agent.hashed_chain([each.encode() for each in part.hashes])
+                prompt = self._prompts[part.room] = _Prompt(chain, None)
+                if self.leads:
+                    tokens = len(part.hashes) * chain.chunk_tokens
+                    prompt.opened = self.lookups.open_handoff(handoff_name(part.room), chain, tokens)
+            page = prompt.chain.chunk_tokens
+            if part.end <= prompt.saved or prompt.over:
+                continue
+            tables = self.layout.tables(part.end, part.slots)
+            requests.append(
+                StepRequest(handoff_name(part.room), prompt.chain, tables, save=(prompt.saved * page, part.end * page))
+            )
+            prompt.saved = part.end
+        if requests:
+            try:
+                self._step = self.agent.open_step(requests)
+            except Exception as error:  # noqa: BLE001 - told; decode is told by the hand-off's end
+                tell("run_batch", None, error)
+                for part in parts:
+                    self.give_up(part.room, f"its saves could not begin: {error}")
+
+    def layer_done(self, layer: int) -> None:
+        """The batch has written a layer's new keys and values.
+
+        :param layer: SGLang's number.
+        """
+        own = self.layout.layers.get(layer)
+        if self._step is not None and own is not None and own not in self._seen:
+            self._seen.add(own)
+            self._step.layer_done(own, self.written())
+
+    def end_batch(self) -> None:
+        """The batch has run, or has been given to the device. Layers that no hook has told of are saved now."""
+        step, self._step = self._step, None
+        if step is not None:
+            for own in range(self.agent.spec.num_layers):
+                if own not in self._seen:
+                    step.layer_done(own, self.written())
+            step.close()
+        self._seen.clear()
+
+    def end(self, room: int) -> None:
+        """All of a prompt is computed."""
+        prompt = self._prompts.get(room)
+        if prompt is None or prompt.over:
+            return
+        prompt.over = True
+        if self.leads:
+            self.lookups.end_handoff(handoff_name(room), tokens=prompt.saved * prompt.chain.chunk_tokens)
+
+    def refusal(self, room: int) -> str:
+        """Why the server does not keep a prompt for its reader; "" = it does, or has not answered yet."""
+        prompt = self._prompts.get(room)
+        if prompt is None or prompt.opened is None or prompt.refusal:
+            return prompt.refusal if prompt is not None else ""
+        state = self.lookups.handoff(prompt.opened, 0.0)
+        if state is not None and not state and state.state not in ("released", "announced"):
+            prompt.refusal = f"{state.state}: {state.reason}" if state.reason else state.state
+        return prompt.refusal
+
+    def saving(self, room: int) -> bool:
+        """May a save still read a prompt's slots? Waits a moment, without the interpreter, where one does."""
+        name = handoff_name(room)
+        return self.agent.busy(name) and not self.agent.wait_idle(name, 5e-4)
+
+    def give_up(self, room: int, reason: str) -> None:
+        """A prompt is not computed any further; nothing reads its slots when this returns."""
+        prompt = self._prompts.get(room)
+        if prompt is None:
+            return
+        if not prompt.over and self.leads:
+            self.lookups.end_handoff(handoff_name(room), tokens=0, reason=reason)
+        prompt.over = True
+        name = handoff_name(room)
+        if self.agent.busy(name):
+            self.agent.abort(name)
+            if not self.agent.wait_idle(name, DRAIN_S):
+                self.agent.revoke(f"hand-off {name} was given up, and its saves did not end")
+
+    def forget(self, room: int) -> None:
+        """SGLang has let go of a request."""
+        self._prompts.pop(room, None)

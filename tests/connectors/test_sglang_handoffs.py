@@ -1,0 +1,212 @@
+"""Both ends of SGLang's hand-offs, against a real server and agents: what prefill saves is what decode gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from e2e.known import PATIENCE_S, eventually
+from server.support import Embed
+
+from layerflow.agent import Agent
+from layerflow.agent.lookups import Lookups
+from layerflow.connectors.sglang.layout import KV, MAMBA, Layout, PoolGroup
+from layerflow.connectors.sglang.pd.decoding import DecodeSide, Following, Progress
+from layerflow.connectors.sglang.pd.prefilling import PrefillSide, PromptPart
+from layerflow.server import EmbeddedServer
+from layerflow.spec import GroupSpec, ModelSpec, Plane
+
+PAGE, LAYERS, SLOTS, ROW = 4, 3, 64, 8
+HASHES = [f"{number:064x}" for number in range(5)]
+EMPTY = 255
+
+
+def layout(*, state: bool = False) -> Layout:
+    """Three layers of attention, by token; with `state` the last one is recurrent."""
+    attention = tuple(range(LAYERS - state))
+    groups = [GroupSpec("full", 1, attention, (Plane("k", "uint8", (ROW,)),))]
+    pools = [PoolGroup(KV)]
+    if state:
+        groups.append(GroupSpec("state", PAGE, (LAYERS - 1,), (Plane("s", "uint8", (ROW,)),)))
+        pools.append(PoolGroup(MAMBA))
+    spec = ModelSpec("m", "c", tuple(groups), chunk_tokens=PAGE)
+    tensors = {
+        layer: {spec.groups[group].planes[0].name: torch.full((SLOTS, 1, ROW), EMPTY, dtype=torch.uint8)}
+        for layer, (group, _) in enumerate(spec.layer_places())
+    }
+    return Layout(spec, tensors, tuple(pools), {layer: layer for layer in range(LAYERS)})
+
+
+def slots(pages: list[int], state: int = -1) -> dict[str, np.ndarray]:
+    found = {KV: np.concatenate([np.arange(page * PAGE, (page + 1) * PAGE) for page in pages] or [np.empty(0, int)])}
+    return found | ({MAMBA: np.array([state])} if state >= 0 else {})
+
+
+@dataclass
+class Engine:
+    """One engine's agent, scheduler and cache."""
+
+    layout: Layout
+    agent: Agent
+    lookups: Lookups
+
+    def __init__(self, server: EmbeddedServer, name: str, **shape: Any) -> None:
+        self.layout = layout(**shape)
+        spec = self.layout.spec
+        self.agent = Agent(server.endpoint, spec, self.layout.tensors, name, context=server.context)
+        self.lookups = Lookups(server.endpoint, name, spec, context=server.context, timeout_s=PATIENCE_S)
+        assert self.lookups.wait_connected(PATIENCE_S)
+
+    def rows(self, layer: int) -> torch.Tensor:
+        return next(iter(self.layout.tensors[layer].values()))[:, 0]
+
+    def close(self) -> None:
+        self.lookups.close()
+        self.agent.close()
+
+
+class Pair:
+    """A prefill and a decode engine on one server."""
+
+    def __init__(self, server: EmbeddedServer, *, deadline_s: float = PATIENCE_S, **shape: Any) -> None:
+        self.p, self.d = Engine(server, "P", **shape), Engine(server, "D", **shape)
+        self.prefill = PrefillSide(self.p.agent, self.p.lookups, self.p.layout, leads=True, written=self.p.agent.record)
+        self.decode = DecodeSide(
+            self.d.agent, self.d.lookups, self.d.layout, after=self.d.agent.record, deadline_s=deadline_s
+        )
+
+    def compute(self, part: PromptPart, *, told: range = range(LAYERS)) -> None:
+        """Run a batch: each layer writes its rows, then says so where it is told to."""
+        self.prefill.begin([part])
+        for layer in range(LAYERS):
+            rows = self.p.rows(layer)
+            for slot in [*part.slots[KV], *part.slots.get(MAMBA, ())]:
+                rows[slot] = (7 * slot + 31 * layer) % 251
+            if layer in told:
+                self.prefill.layer_done(layer)
+        self.prefill.end_batch()
+
+    def ended(self, following: Following) -> Progress:
+        assert eventually(lambda: self.decode.poll(following) is not Progress.COMING)
+        return following.progress
+
+    def check(self, mine: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> None:
+        """Decode's slots hold what prefill's do, in every layer, and no other slot was written."""
+        for layer in range(LAYERS):
+            group = self.d.layout.spec.layer_places()[layer][0]
+            pool = self.d.layout.groups[group].pool
+            wanted = torch.full((SLOTS, ROW), EMPTY, dtype=torch.uint8)
+            if pool in mine:
+                wanted[mine[pool]] = self.p.rows(layer)[theirs[pool]]
+            assert torch.equal(self.d.rows(layer), wanted), layer
+
+    def close(self) -> None:
+        self.p.close()
+        self.d.close()
+
+
+@pytest.fixture
+def pair(embed: Embed) -> Iterator[Any]:
+    made: list[Pair] = []
+
+    def start(**more: Any) -> Pair:
+        made.append(Pair(embed(transfer__step_timeout_ms=60_000, transfer__save_timeout_ms=60_000), **more))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.close()
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["decode-first", "prefill-first"])
+@pytest.mark.parametrize("told", [range(LAYERS), range(1), range(0)], ids=["layers", "one-layer", "in-bulk"])
+def test_decode_gets_what_prefill_computes_in_chunks(pair: Any, early: bool, told: range) -> None:
+    both = pair()
+    mine, theirs = slots([9, 8, 7, 6, 5]), slots([0, 1, 2, 3, 4])
+    following = both.decode.follow(1, HASHES, 0, mine) if early else None
+    both.compute(PromptPart(1, HASHES, 2, slots([0, 1])), told=told)
+    both.compute(PromptPart(1, HASHES, 5, theirs), told=told)
+    both.prefill.end(1)
+    following = following or both.decode.follow(1, HASHES, 0, mine)
+    assert both.ended(following) is Progress.THERE, following.reason
+    both.check(mine, theirs)
+    assert eventually(lambda: not both.prefill.saving(1)), "prefill's pages are free"
+    assert not both.prefill.refusal(1)
+
+
+def test_decode_loads_only_what_it_does_not_have(pair: Any) -> None:
+    both = pair()
+    both.compute(PromptPart(1, HASHES, 5, slots([0, 1, 2, 3, 4])))
+    both.prefill.end(1)
+    following = both.decode.follow(1, HASHES, 3, slots([11, 12]))
+    assert both.ended(following) is Progress.THERE, following.reason
+    both.check(slots([11, 12]), slots([3, 4]))
+
+
+def test_a_recurrent_state_comes_with_the_last_page(pair: Any) -> None:
+    both = pair(state=True)
+    mine, theirs = slots([9, 8, 7, 6, 5], state=40), slots([0, 1, 2, 3, 4], state=50)
+    following = both.decode.follow(1, HASHES, 0, mine)
+    both.compute(PromptPart(1, HASHES, 3, slots([0, 1, 2])))
+    both.compute(PromptPart(1, HASHES, 5, theirs))
+    both.prefill.end(1)
+    assert both.ended(following) is Progress.THERE, following.reason
+    both.check(mine, theirs)
+
+
+def test_a_prompt_that_is_given_up_fails_at_decode_with_its_reason(pair: Any) -> None:
+    both = pair()
+    following = both.decode.follow(1, HASHES, 0, slots([9, 8, 7, 6, 5]))
+    both.compute(PromptPart(1, HASHES, 2, slots([0, 1])))
+    both.prefill.give_up(1, "the request was aborted")
+    assert not both.p.agent.busy("sglang-1"), "nothing reads its pages"
+    assert both.ended(following) is Progress.LOST
+    assert "aborted" in following.reason
+    both.compute(PromptPart(1, HASHES, 5, slots([0, 1, 2, 3, 4])))  # a batch that was under way already
+    both.prefill.forget(1)
+
+
+def test_a_prefill_engine_that_dies_fails_at_decode(pair: Any) -> None:
+    both = pair()
+    following = both.decode.follow(1, HASHES, 0, slots([9, 8, 7, 6, 5]))
+    both.compute(PromptPart(1, HASHES, 2, slots([0, 1])))
+    both.p.close()
+    assert both.ended(following) is Progress.LOST
+    assert following.reason
+
+
+def test_a_decode_request_that_is_given_up_writes_nothing_any_more(pair: Any) -> None:
+    both = pair()
+    following = both.decode.follow(1, HASHES, 0, slots([9, 8, 7, 6, 5]))
+    both.compute(PromptPart(1, HASHES, 2, slots([0, 1])))
+    both.decode.poll(following)
+    both.decode.give_up(following)
+    assert both.decode.poll(following) is Progress.LOST
+    assert not both.d.agent.busy("sglang-1")
+    both.compute(PromptPart(1, HASHES, 5, slots([0, 1, 2, 3, 4])))
+    both.prefill.end(1)
+    assert eventually(lambda: not both.prefill.saving(1)), "prefill does not wait for it"
+
+
+def test_a_prompt_that_nobody_computes_fails_at_its_deadline(pair: Any) -> None:
+    both = pair(deadline_s=0.2)
+    following = both.decode.follow(1, HASHES, 0, slots([9, 8, 7, 6, 5]))
+    assert both.ended(following) is Progress.LOST
+    assert "0 of 20 tokens" in following.reason or "deadline" in following.reason
+
+
+def test_a_server_that_goes_fails_both_ends_and_holds_neither(embed: Embed) -> None:
+    server = embed()
+    both = Pair(server)
+    following = both.decode.follow(1, HASHES, 0, slots([9, 8, 7, 6, 5]))
+    both.compute(PromptPart(1, HASHES, 2, slots([0, 1])))
+    server.close()
+    assert both.ended(following) is Progress.LOST
+    both.compute(PromptPart(1, HASHES, 5, slots([0, 1, 2, 3, 4])))
+    both.prefill.end(1)
+    assert eventually(lambda: not both.prefill.saving(1))
+    both.close()
