@@ -51,7 +51,7 @@ def test_every_option_can_be_set() -> None:
         ({"endpont": "ipc:///run/control"}, "unknown key 'endpont'; did you mean endpoint?"),
         ({"load_timeout": 5}, "did you mean load_timeout_ms?"),
         ({"allow_unknown_vllm": True}, "did you mean allow_unknown_sglang?"),
-        ({"zzz": 1}, "unknown key 'zzz'; known are allow_unknown_sglang, endpoint, load, "),
+        ({"zzz": 1}, "unknown key 'zzz'; known are allow_unknown_sglang, endpoint, "),
         ({"endpoint": "tcp://10.0.0.1:5555"}, "must run on this machine"),
         ({"endpoint": 5}, "endpoint = 5: should be text"),
         ({"name": 5}, "name = 5: should be text"),
