@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from layerflow.connectors.sglang.identity import adapters_content, arithmetic_of, loaded_modules, reading_of
+from layerflow.connectors.sglang.identity import arithmetic_of, checkpoint_of, loaded_modules
 from layerflow.errors import ConfigError
 
 CONFIG = {"architectures": ["TinyForCausalLM"], "hidden_size": 64, "rope_theta": 1e4, "context_len": 4096}
@@ -161,41 +161,44 @@ def adapter(folder: Path, weights: bytes = b"lora", rank: int = 8) -> Any:
     return SimpleNamespace(lora_id="4f", lora_name="tone", lora_path=str(folder))
 
 
-def read(cfg: Any, adapters: Any = (), named: str = "") -> tuple[str, str]:
-    return reading_of(cfg, adapters, named)(None)  # type: ignore[arg-type]
+def content(cfg: Any, named: str = "") -> str:
+    return checkpoint_of(cfg, named).content()
 
 
 def test_weights_are_what_their_files_hold(tmp_path: Path) -> None:
     one = server_args(load_format="auto", model_path=str(checkpoint(tmp_path / "one")))
     same = server_args(load_format="safetensors", model_path=str(checkpoint(tmp_path / "same")))
     other = server_args(load_format="auto", model_path=str(checkpoint(tmp_path / "other", b"others")))
-    assert read(one) == read(same)
-    assert read(one) != read(other)
-    assert read(one)[1] == ""
+    assert content(one) == content(same)
+    assert content(one) != content(other)
 
 
 def test_made_up_weights_are_their_seed_and_a_name_is_itself() -> None:
-    assert read(server_args()) == read(server_args())
-    assert read(server_args()) != read(server_args(random_seed=6))
-    assert read(server_args(load_format="gguf"), named="a") == read(server_args(load_format="gguf"), named="a")
-    assert read(server_args(), named="a") != read(server_args(), named="b")
+    assert content(server_args()) == content(server_args())
+    assert content(server_args()) != content(server_args(random_seed=6))
+    assert content(server_args(load_format="gguf"), "a") == content(server_args(load_format="gguf"), "a")
+    assert content(server_args(), "a") != content(server_args(), "b")
 
 
 def test_weights_that_are_not_there_are_refused_with_what_to_set(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="set model_content"):
-        read(server_args(load_format="auto", model_path=str(tmp_path)))
+        content(server_args(load_format="auto", model_path=str(tmp_path)))
+
+
+def with_adapters(*adapters: Any) -> str:
+    return arithmetic_of(server_args(), "0.5.23", list(Model().modules()), BF16, adapters)
 
 
 def test_an_adapter_of_the_start_is_what_its_files_hold(tmp_path: Path) -> None:
     """SGLang makes its id of name and path: of files that are replaced between two starts the id is the same."""
-    before = adapters_content([adapter(tmp_path)])
-    assert before == adapters_content([adapter(tmp_path)])
-    assert before != adapters_content([adapter(tmp_path, b"trained on")])
-    assert before != adapters_content([adapter(tmp_path, rank=16)])
-    assert adapters_content([]) == ""
+    before = with_adapters(adapter(tmp_path))
+    assert before == with_adapters(adapter(tmp_path))
+    assert before != with_adapters(adapter(tmp_path, b"trained on"))
+    assert before != with_adapters(adapter(tmp_path, rank=16))
+    assert with_adapters() == key() != before
 
 
-def test_an_adapter_that_cannot_be_read_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_an_adapter_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
     missing = SimpleNamespace(lora_id="4f", lora_name="tone", lora_path=str(tmp_path / "none"))
-    with pytest.raises(ConfigError, match=r"adapter 'tone' cannot be told.*/load_lora_adapter"):
-        adapters_content([missing])
+    with pytest.raises(ConfigError, match=r"adapter 'tone': its content cannot be told"):
+        with_adapters(missing)

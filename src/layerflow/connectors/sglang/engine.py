@@ -18,7 +18,7 @@ from sglang.srt.runtime_context import get_lora, get_parallel
 from layerflow.agent import Agent
 from layerflow.connectors.common.loaded import LoadedWeights
 from layerflow.connectors.common.weights import START_WAIT_S, Weights, WeightsReading
-from layerflow.connectors.sglang.identity import arithmetic_of, loaded_modules, reading_of
+from layerflow.connectors.sglang.identity import arithmetic_of, checkpoint_of, loaded_modules
 from layerflow.connectors.sglang.layout import KV, SWA, layout_of
 from layerflow.connectors.sglang.options import Options
 from layerflow.connectors.sglang.versions import check_version
@@ -38,7 +38,7 @@ class EngineCache:
     :param kvcache: its KV pool. :param states: its request pool, where that holds recurrent states; else None.
     :param page: tokens of a page. :param window: tokens that a sliding layer keeps; 0 = there are none.
     :param role: told apart from other agents of the same process; "" = the only one.
-    :raises ConfigError: the weights have no name, see :func:`.identity.reading_of`.
+    :raises ConfigError: the weights have no name, see :func:`.identity.checkpoint_of`.
     :raises Unsupported: an SGLang, a parallelism, a model or a pool that is not known here.
 
     :ivar layout: of the cache.
@@ -68,13 +68,12 @@ class EngineCache:
         self._options = options
         modules = loaded_modules()
         dtypes = [str(tensor.dtype) for planes in self.layout.tensors.values() for tensor in planes.values()]
-        self._arithmetic = arithmetic_of(cfg, sglang.__version__, modules, dtypes)
+        self._arithmetic = arithmetic_of(cfg, sglang.__version__, modules, dtypes, get_lora().lora_paths or ())
         self._weights = LoadedWeights(modules)
         self._named = Weights(options.model_content)
         self._replaced = 0
         self._stale = ""
-        adapters = get_lora().lora_paths or ()  # as SGLang has resolved them; `cfg` keeps what was written
-        self._reading = WeightsReading(reading_of(cfg, adapters, options.model_content))
+        self._reading = WeightsReading(checkpoint_of(cfg, options.model_content).content)
         self._agent: Agent | None = None
         # SGLang compiles its page hash at the first call, which would take that request 2 to 18 s.
         get_hash_str(array("q", range(page)), None, page_size=page)
@@ -84,9 +83,8 @@ class EngineCache:
     def agent(self) -> Agent | None:
         """The agent; None while the weights are being read."""
         if self._agent is None and self._reading.wait(0):
-            content, adapters = self._reading.found
             spec = msgspec.structs.replace(
-                self.layout.spec, name=self.name, content=content, quantization=self._arithmetic + adapters
+                self.layout.spec, name=self.name, content=self._reading.found, quantization=self._arithmetic
             )
             self._agent = Agent(
                 self._options.endpoint,

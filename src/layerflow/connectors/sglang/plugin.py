@@ -35,6 +35,7 @@ def register() -> None:
         ("disaggregation.decode.DecodePreallocQueue._init_kv_manager", attach_manager, HookType.AFTER),
         ("disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue", give_hashes, HookType.AFTER),
         (f"{_PREFILL}.maybe_send_cached_prefix_chunk", cached_prefix, HookType.AROUND),
+        ("managers.scheduler.Scheduler.flush_cache", cache_emptied, HookType.AFTER),
         ("managers.scheduler.Scheduler.run_batch", batch_begins, HookType.BEFORE),
         ("managers.scheduler.Scheduler.run_batch", batch_ends, HookType.AFTER),
         ("layers.radix_attention.RadixAttention.forward", layer_done, HookType.AFTER),
@@ -82,7 +83,8 @@ def tell_reasons(failed: list[Any], cache: Any, *args: Any, **kwargs: Any) -> No
 # The transfer backend.
 
 BACKEND = "layerflow"
-_prefilling: list[Any] = []  #: this process's manager, where it prefills
+_managers: list[Any] = []  #: this process's manager
+_prefilling: list[Any] = []  #: the same, where it prefills
 
 
 def _name_backend() -> None:
@@ -117,6 +119,7 @@ def attach_manager(manager: Any, queue: Any, *args: Any, **kwargs: Any) -> None:
     """SGLang has made a manager: it gets the pools, which its constructor is not given."""
     if hasattr(manager, "begin_batch"):
         manager.attach(queue)
+        _managers[:] = [manager]
         if manager.prefill is not None:
             _prefilling[:] = [manager]
 
@@ -127,6 +130,13 @@ def give_hashes(made: Any, queue: Any, request: Any, *args: Any, **kwargs: Any) 
         from layerflow.connectors.sglang.pd.backend import prompt_hashes  # noqa: PLC0415 - it is chosen
 
         made.kv_receiver.hashes = prompt_hashes(request, queue.kv_manager.kv_args.page_size)
+
+
+def cache_emptied(succeeded: bool, *args: Any, **kwargs: Any) -> None:
+    """SGLang has emptied its cache, or could not."""
+    for manager in _managers:
+        if succeeded:
+            manager.emptied()
 
 
 def batch_begins(scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> None:

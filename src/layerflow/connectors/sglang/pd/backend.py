@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +31,7 @@ from layerflow.connectors.sglang.engine import EngineCache
 from layerflow.connectors.sglang.layout import KV, MAMBA
 from layerflow.connectors.sglang.options import options_of_environment
 from layerflow.connectors.sglang.pd.decoding import DecodeSide, Following, Progress
+from layerflow.connectors.sglang.pd.first_tokens import FirstTokens
 from layerflow.connectors.sglang.pd.prefilling import PrefillSide, PromptPart
 from layerflow.errors import Unsupported
 from layerflow.system.threads import OwnedThread
@@ -40,8 +39,7 @@ from layerflow.system.threads import OwnedThread
 ROOM, ROW, FAILED, ABORT = b"LAYERFLOW_ROOM", b"LAYERFLOW_ROW", b"LAYERFLOW_FAILED", b"ABORT"
 """Tags of frames between ranks: decode is there; the first token's row; prefill has failed; decode has given up."""
 
-ROW_KEPT_S = 300.0
-"""How long a first token waits for a decode engine that has not come yet; hand-offs end sooner."""
+REPLACED = "the weights were replaced, and SGLang's cache was not flushed since"
 
 log = structlog.get_logger("layerflow.sglang")
 
@@ -58,10 +56,7 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
         self.decode: DecodeSide | None = None
         self._pages: EngineCache | None = None
         self._request_pool: Any = None
-        self._rows_lock = threading.Lock()
-        self._rows: dict[int, tuple[float, list[bytes]]] = {}  #: prefill: first tokens; decode: those that have come
-        self._decoders: dict[int, set[tuple[str, int]]] = {}  #: prefill: by room, who waits for the first token
-        self._reasons: dict[int, str] = {}
+        self._first = FirstTokens()
         self._control = OwnedThread("layerflow-sglang-pd", self._hear, restart_s=0.1).start()
         if mode == DisaggregationMode.DECODE:
             self._start_heartbeat_checker_thread()
@@ -109,15 +104,27 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
             )
         log.info("transfer_backend_ready", engine=cache.name, attached=agent.attached)
 
+    def emptied(self) -> None:
+        """SGLang's cache is empty: if the weights are others now, so are the keys."""
+        if self._pages is not None:
+            self._pages.rename()
+
+    @property
+    def obstacle(self) -> str:
+        """Why nothing is handed over now; "" = it is."""
+        return REPLACED if self._pages is not None and self._pages.are_replaced() else ""
+
     # -- prefill: SGLang's scheduler thread ----------------------------------------------------------
 
     def begin_batch(self, batch: Any) -> None:
         """A batch is about to run: what it computes of prompts that decode engines wait for is saved as it comes."""
         assert self.prefill is not None
-        parts = []
+        parts, obstacle = [], self.obstacle
         for request in batch.reqs:
             sender = getattr(request, "disagg_kv_sender", None)
-            if isinstance(sender, LayerflowSender):
+            if isinstance(sender, LayerflowSender) and obstacle:
+                self.give_up(sender.bootstrap_room, obstacle)
+            elif isinstance(sender, LayerflowSender):
                 sender.hashes = sender.hashes or prompt_hashes(request, self.kv_args.page_size)
                 parts.append(self._part(request, sender))
         self.prefill.begin(parts)
@@ -142,12 +149,7 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
         self.prefill.end(room)
         arguments = zip(self.kv_args.aux_data_ptrs, self.kv_args.aux_item_lens, strict=True)
         rows = [ctypes.string_at(start + aux_index * length, length) for start, length in arguments]
-        now = time.monotonic()
-        with self._rows_lock:
-            self._rows[room] = now + ROW_KEPT_S, rows
-            for old in [each for each, (until, _) in self._rows.items() if until < now]:
-                del self._rows[old]
-                self._decoders.pop(old, None)
+        self._first.put(room, rows)
         self.update_status(room, KVPoll.Transferring)
         self._send_rows(room)
 
@@ -159,11 +161,7 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
 
     def tell_failure(self, room: int, reason: str) -> None:
         """Tell each decode rank that waits for a room."""
-        with self._rows_lock:
-            self._reasons[room] = reason
-            waiting = self._decoders.pop(room, set())
-            while len(self._reasons) > 4096:
-                self._reasons.pop(next(iter(self._reasons)))
+        waiting = self._first.fail(room, reason)
         for address in waiting:
             self._send(address, [FAILED, str(room).encode(), reason.encode()])
 
@@ -179,16 +177,14 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
 
     def take_row(self, room: int, index: int) -> bool:
         """Write the first token of a room into SGLang's metadata buffers, if it has come."""
-        with self._rows_lock:
-            rows = self._rows.pop(room, (0.0, []))[1]
+        rows = self._first.take(room)
         for row, start, length in zip(rows, self.kv_args.aux_data_ptrs, self.kv_args.aux_item_lens, strict=False):
             ctypes.memmove(start + index * length, row, min(length, len(row)))
         return bool(rows)
 
     def forget(self, room: int) -> None:
         """Decode has let go of a room."""
-        with self._rows_lock:
-            self._rows.pop(room, None)
+        self._first.take(room)
 
     # -- the control thread --------------------------------------------------------------------------
 
@@ -201,27 +197,21 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
         tag = frames[0]
         if tag == ROOM:
             room, address = int(frames[1]), (frames[2].decode(), int(frames[3]))
-            with self._rows_lock:
-                self._decoders.setdefault(room, set()).add(address)
-                reason = self._reasons.get(room)
-            if reason is not None:
+            self._first.wait(room, address)
+            if reason := self._first.reason(room):
                 self.tell_failure(room, reason)
             else:
                 self._send_rows(room)
         elif tag == ROW:
-            with self._rows_lock:
-                self._rows[int(frames[1])] = time.monotonic() + ROW_KEPT_S, list(frames[2:])
+            self._first.put(int(frames[1]), list(frames[2:]))
         elif tag == FAILED:
             self.record_failure(int(frames[1]), f"the prefill engine has failed: {frames[2].decode()}")
             self.update_status(int(frames[1]), KVPoll.Failed)
         elif tag == ABORT:
-            with self._rows_lock:
-                self._decoders.pop(int(frames[1]), None)
+            self._first.leave(int(frames[1]))
 
     def _send_rows(self, room: int) -> None:
-        with self._rows_lock:
-            rows = self._rows.get(room, (0.0, []))[1]
-            waiting = self._decoders.pop(room, set()) if rows else set()
+        rows, waiting = self._first.ready(room)
         for address in waiting:
             self._send(address, [ROW, str(room).encode(), *rows])
 
@@ -287,6 +277,10 @@ class LayerflowReceiver(CommonKVReceiver):  # type: ignore[misc]
         super().send_metadata(kv_indices, aux_index, state_indices, decode_prefix_len, **kwargs)
         side = self.kv_mgr.decode
         if side is None or self.conclude_state == KVPoll.Failed:
+            return
+        if obstacle := self.kv_mgr.obstacle:
+            self.kv_mgr.record_failure(self.bootstrap_room, f"layerflow: {obstacle}")
+            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
             return
         page = self.kv_mgr.kv_args.page_size
         slots = {KV: (np.asarray(kv_indices, np.int64)[:, None] * page + np.arange(page)).reshape(-1)}

@@ -1,0 +1,94 @@
+"""First tokens of prompts that are handed over: kept until they are fetched, or why there is none."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+KEPT_S, MOST_ROOMS = 300.0, 1 << 16
+"""How long a first token waits for a decode engine that has not come yet, and how many do; hand-offs end sooner."""
+
+
+@dataclass(slots=True)
+class _Room:
+    """One prompt's first token.
+
+    :param until: monotonic seconds. :param rows: of SGLang's metadata buffers; [] = not there yet.
+    :param waiting: addresses of decode ranks. :param reason: why there will be none.
+    """
+
+    until: float
+    rows: list[bytes] = field(default_factory=list)
+    waiting: set[tuple[str, int]] = field(default_factory=set)
+    reason: str = ""
+
+
+class FirstTokens:
+    """First tokens of prompts, who waits for them, and why there is none. Any thread may call.
+
+    Prefill keeps its own until decode comes, decode those that come until their prompts are loaded: each for
+    :data:`KEPT_S`, the latest :data:`MOST_ROOMS` of them.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._rooms: OrderedDict[int, _Room] = OrderedDict()  #: those that were touched last are last
+
+    def __len__(self) -> int:
+        return len(self._rooms)
+
+    def put(self, room: int, rows: list[bytes]) -> None:
+        """A prompt's first token is there."""
+        with self._lock:
+            self._touched(room).rows = rows
+
+    def wait(self, room: int, address: tuple[str, int]) -> None:
+        """Somebody waits for it."""
+        with self._lock:
+            self._touched(room).waiting.add(address)
+
+    def leave(self, room: int) -> None:
+        """Nobody waits for it any more."""
+        with self._lock:
+            if room in self._rooms:
+                self._rooms[room].waiting.clear()
+
+    def fail(self, room: int, reason: str) -> set[tuple[str, int]]:
+        """There will be none. Who waits for it, and is to be told."""
+        with self._lock:
+            found = self._touched(room)
+            found.reason, waiting, found.waiting = reason, found.waiting, set()
+            return waiting
+
+    def reason(self, room: int) -> str:
+        """Why there will be none; "" = nothing of that is known."""
+        with self._lock:
+            return self._rooms[room].reason if room in self._rooms else ""
+
+    def ready(self, room: int) -> tuple[list[bytes], set[tuple[str, int]]]:
+        """The rows, and who waits for them and is to get them now; nobody, where they are not there yet."""
+        with self._lock:
+            found = self._rooms.get(room)
+            if found is None or not found.rows:
+                return [], set()
+            waiting, found.waiting = found.waiting, set()
+            return found.rows, waiting
+
+    def take(self, room: int) -> list[bytes]:
+        """The rows, [] if they are not there; the room is forgotten with them."""
+        with self._lock:
+            found = self._rooms.get(room)
+            return self._rooms.pop(room).rows if found is not None and found.rows else []
+
+    def _touched(self, room: int) -> _Room:
+        now = self._clock()
+        found = self._rooms.setdefault(room, _Room(0.0))
+        found.until = now + KEPT_S
+        self._rooms.move_to_end(room)
+        while len(self._rooms) > MOST_ROOMS or next(iter(self._rooms.values())).until <= now:
+            self._rooms.popitem(last=False)
+        return found

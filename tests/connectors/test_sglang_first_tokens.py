@@ -1,0 +1,64 @@
+"""First tokens of handed-over prompts: given to each who waits, once, and kept within bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from layerflow.connectors.sglang.pd import first_tokens
+from layerflow.connectors.sglang.pd.first_tokens import KEPT_S, FirstTokens
+
+A, B = ("10.0.0.1", 1), ("10.0.0.1", 2)
+
+
+@pytest.mark.parametrize("waits_first", [True, False])
+def test_whoever_waits_gets_it_once(waits_first: bool) -> None:
+    tokens = FirstTokens()
+    steps: list[Callable[[], object]] = [lambda: tokens.wait(1, A), lambda: tokens.put(1, [b"row"])]
+    for step in steps if waits_first else reversed(steps):
+        step()
+    assert tokens.ready(1) == ([b"row"], {A})
+    assert tokens.ready(1) == ([b"row"], set())
+    tokens.wait(1, B)
+    assert tokens.ready(1) == ([b"row"], {B}), "a rank that comes later"
+
+
+def test_who_has_left_gets_nothing() -> None:
+    tokens = FirstTokens()
+    tokens.wait(1, A)
+    tokens.leave(1)
+    tokens.leave(2)
+    tokens.put(1, [b"row"])
+    assert tokens.ready(1) == ([b"row"], set())
+
+
+def test_a_failure_is_told_to_those_who_wait_and_to_those_who_come() -> None:
+    tokens = FirstTokens()
+    tokens.wait(1, A)
+    assert tokens.fail(1, "aborted") == {A}
+    assert tokens.reason(1) == "aborted"
+    assert tokens.fail(1, "aborted") == set()
+    assert not tokens.reason(2)
+
+
+def test_it_is_taken_once() -> None:
+    tokens = FirstTokens()
+    assert tokens.take(1) == []
+    tokens.put(1, [b"row"])
+    assert tokens.take(1) == [b"row"]
+    assert tokens.take(1) == []
+    assert len(tokens) == 0
+
+
+def test_what_nobody_fetches_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_tokens, "MOST_ROOMS", 3)
+    now = [0.0]
+    tokens = FirstTokens(lambda: now[0])
+    for room in range(5):
+        tokens.put(room, [b"row"])
+    assert len(tokens) == 3
+    assert not tokens.take(1)
+    now[0] = KEPT_S + 1
+    tokens.wait(9, A)
+    assert len(tokens) == 1
