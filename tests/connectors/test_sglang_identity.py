@@ -186,7 +186,7 @@ def test_weights_that_are_not_there_are_refused_with_what_to_set(tmp_path: Path)
 
 
 def with_adapters(*adapters: Any) -> str:
-    return arithmetic_of(server_args(), "0.5.23", list(Model().modules()), BF16, adapters)
+    return arithmetic_of(server_args(), "0.5.23", list(Model().modules()), ["torch.bfloat16"], adapters)
 
 
 def test_an_adapter_of_the_start_is_what_its_files_hold(tmp_path: Path) -> None:
