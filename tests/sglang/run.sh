@@ -5,4 +5,4 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)
 "$here/setup.sh"
 case $? in 0) ;; 3) echo "SGLang tests: skipped"; exit 0 ;; *) exit 1 ;; esac
-cd "$root" && .venv-sglang/bin/python -m pytest -p no:cacheprovider -n 0 --timeout 300 --durations=15 tests/sglang "$@"
+cd "$root" && .venv-sglang/bin/python -m pytest -p no:cacheprovider -n 0 --timeout 600 --durations=15 tests/sglang "$@"

@@ -13,7 +13,7 @@ import structlog
 import torch
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache.utils import get_hash_str
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_lora, get_parallel
 
 from layerflow.agent import Agent
 from layerflow.connectors.common.loaded import LoadedWeights
@@ -68,7 +68,7 @@ class EngineCache:
         self._options = options
         modules = loaded_modules()
         dtypes = [str(tensor.dtype) for planes in self.layout.tensors.values() for tensor in planes.values()]
-        self._arithmetic = arithmetic_of(cfg, sglang.__version__, modules, dtypes)
+        self._arithmetic = arithmetic_of(cfg, sglang.__version__, modules, dtypes, get_lora().lora_paths or ())
         self._weights = LoadedWeights(modules)
         self._named = Weights(options.model_content)
         self._replaced = 0

@@ -11,7 +11,9 @@ from typing import Any
 from torch import nn
 
 from layerflow.connectors.common.computation import classes_of, fact, model_facts, model_of, plain, reads
-from layerflow.connectors.common.weights import Checkpoint, checkpoint
+from layerflow.connectors.common.weights import Checkpoint, checkpoint, folder_of
+from layerflow.content import folder_content
+from layerflow.errors import ConfigError, LayerflowError
 
 LENGTH = "context_len"
 """SGLang writes it into the model's configuration. It is a size, unless some class of the model reads it."""
@@ -39,11 +41,15 @@ def checkpoint_of(cfg: Any, named: str) -> Checkpoint:
     return checkpoint(cfg.model_path, load_format, revision=cfg.revision, seed=cfg.random_seed or 0, named=named)
 
 
-def arithmetic_of(cfg: Any, release: str, modules: list[nn.Module], dtypes: Iterable[str]) -> str:
+def arithmetic_of(
+    cfg: Any, release: str, modules: list[nn.Module], dtypes: Iterable[str], adapters: Iterable[Any] = ()
+) -> str:
     """What besides the weights decides the cached numbers, the same on every host and rank.
 
     :param release: SGLang's: a disk outlives upgrades, and releases mend rotary and scale bugs.
     :param dtypes: of the cache's tensors.
+    :param adapters: what SGLang has loaded at its start, its LoRARefs.
+    :raises ConfigError: an adapter's files cannot be read.
     """
     computed = model_facts(modules, (), _KNOWN_CODE, frozenset({LENGTH}))
     readers = sorted(kind.__name__ for kind in classes_of(modules) if reads(kind, LENGTH))
@@ -58,7 +64,23 @@ def arithmetic_of(cfg: Any, release: str, modules: list[nn.Module], dtypes: Iter
         "scales": _scales(modules),
         "computation": hashlib.blake2b("\n".join(sorted(computed)).encode(), digest_size=16).hexdigest(),
     }
+    if contents := _adapters(adapters):
+        facts["adapters"] = contents
     return json.dumps(facts, sort_keys=True)
+
+
+def _adapters(adapters: Iterable[Any]) -> list[list[str]]:
+    """SGLang's page hashes tell an adapter of ``--lora-paths`` by its name and path, whatever lies there: its content
+    has to be told besides. One that is loaded later has a random id in them, which no other engine has.
+    """
+    found = []
+    for each in adapters:
+        try:
+            content = folder_content(folder_of(each.lora_path, None), "adapter_config.json")
+        except (LayerflowError, OSError, ValueError) as error:  # the hub's client has a ValueError for what is no name
+            raise ConfigError(f"adapter {each.lora_name!r}: its content cannot be told: {error}") from error
+        found.append([each.lora_id, content])
+    return sorted(found)
 
 
 def _scales(modules: list[nn.Module]) -> list[Any]:

@@ -1,0 +1,176 @@
+"""The installed SGLang's interface is the one that the linker was written for; what it cannot do is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from abc import abstractmethod
+from array import array
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import sglang
+import torch
+from safetensors.torch import save_file
+from sglang.srt.lora.lora_registry import LoRARef
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache import linker_factory, unified_cache_linker
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker, UnifiedCacheLinkerWrapper
+from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+from layerflow.connectors.common.interface import check_interface
+from layerflow.connectors.sglang import LayerflowLinker, engine, linker
+from layerflow.connectors.sglang.identity import _adapters
+from layerflow.connectors.sglang.layout import KV, MAMBA, SWA
+from layerflow.connectors.sglang.versions import KNOWN, check_version
+from layerflow.errors import ConfigError, Unsupported
+
+METHODS = {
+    "lookup": ["self", "rid", "transfers"],
+    "load": ["self", "rid", "transfers"],
+    "start_layer_wise_loading": ["self"],
+    "finish_layer_wise_loading": ["self", "counter_index"],
+    "cancel_queued_load": ["self", "rid"],
+    "offload": ["self", "transfers", "session_id"],
+    "num_completed_offloads": ["self"],
+    "pop_completed_offload": ["self"],
+    "reset": ["self"],
+    "close": ["self"],
+}
+CALLS = {
+    "match": ["cache_linker.lookup(req.rid, lookup_transfers)", "_sync_restorable_prefix"],
+    "load_back": ["req.rid, [transfer for _, transfer in component_transfers]", "cache_linker.load("],
+    "_offload_node": ["cache_linker.offload(", "session_id="],
+    "take_completed_offloads": ["cache_linker.pop_completed_offload() for _ in range(finish_count)"],
+    "num_completed_offloads": ["cache_linker.num_completed_offloads()"],
+}
+"""By method of the wrapper: what stands in it, and what the linker relies on: who is asked, of what, in which order."""
+
+
+def test_the_version_is_known() -> None:
+    assert sglang.__version__ in KNOWN
+
+
+def test_the_abstract_methods() -> None:
+    assert set(METHODS) == UnifiedCacheLinker.__abstractmethods__
+    for name, wanted in METHODS.items():
+        assert list(inspect.signature(getattr(UnifiedCacheLinker, name)).parameters) == wanted
+    check_interface(LayerflowLinker, "SGLang")
+    assert not LayerflowLinker.__abstractmethods__
+
+
+def test_how_it_is_made() -> None:
+    given = inspect.signature(LayerflowLinker.__init__).parameters
+    assert list(given) == ["self", "server_args", "params", "components", "extra_config", "forward_stream"]
+    factory = inspect.getsource(linker_factory)
+    for name in ("components=", "extra_config=", "forward_stream="):
+        assert name in factory
+
+
+def test_what_it_is_given() -> None:
+    fields = {field.name for field in dataclasses.fields(PoolTransfer)}
+    assert {"name", "device_indices", "keys", "hit_policy"} <= fields
+    assert {PoolName.KV.value, PoolName.SWA.value, PoolName.MAMBA.value} == {KV, SWA, MAMBA}
+    params = {field.name for field in dataclasses.fields(CacheInitParams)}
+    assert {
+        "req_to_token_pool", "token_to_kv_pool_allocator", "page_size", "pp_size", "attn_cp_size",
+        "sliding_window_size", "mtp_draft_device_pools", "sidecar_draft_device_pools", "mtp_draft_mamba_pools",
+    } <= params  # fmt: skip
+    # Transfers name their pools by the enum's members; the linker compares text.
+    assert str(PoolTransfer(PoolName.KV).name.value) == KV
+
+
+@pytest.mark.parametrize("method", CALLS)
+def test_how_it_is_called(method: str) -> None:
+    source = inspect.getsource(getattr(UnifiedCacheLinkerWrapper, method))
+    for call in CALLS[method]:
+        assert call in source
+    # A failed load reaches its own requests only because their slots stay out of the tree.
+    assert "private to the loading request" in str(unified_cache_linker.__doc__)
+
+
+def test_another_release_is_refused() -> None:
+    with pytest.raises(Unsupported, match=r"SGLang 0\.4\.0: .*knows SGLang .*allow_unknown_sglang"):
+        check_version("0.4.0")
+    check_version("0.4.0", allow_unknown=True)
+
+
+def test_an_engine_that_wants_more_is_refused() -> None:
+    class Newer(UnifiedCacheLinker):  # type: ignore[misc]
+        @abstractmethod
+        def prefetch(self) -> None: ...
+
+        def cancel_queued_load(self, rid: str, why: str) -> bool:
+            raise NotImplementedError
+
+    own = {name: vars(LayerflowLinker)[name] for name in METHODS}
+    with pytest.raises(Unsupported, match="prefetch"):
+        check_interface(type("Linker", (Newer,), own), "SGLang 9")
+    with pytest.raises(Unsupported, match=r"cancel_queued_load\(\) with 'why'"):
+        check_interface(type("Linker", (Newer,), own | {"prefetch": lambda self: None}), "SGLang 9")
+
+
+PARALLEL = {"pp_size": 1, "attn_cp_size": 1, "attn_dcp_size": 1}
+TEXT = {"is_multimodal": False, "is_generation": True}
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "sentence"),
+    [
+        ({}, {"pp_size": 2}, "--pp-size 2: .*set it to 1"),
+        ({}, {"attn_cp_size": 2}, "--attn-cp-size 2: .*set it to 1"),
+        ({}, {"attn_dcp_size": 2}, "--dcp-size 2: .*set it to 1"),
+        ({"is_multimodal": True}, {}, "multimodal model: .*or run without"),
+        ({"is_generation": False}, {}, "embedding or reward model"),
+    ],
+)
+def test_refusals_have_a_sentence(model: dict[str, Any], parallel: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(Unsupported, match=sentence):
+        engine._refuse(SimpleNamespace(**TEXT | model), SimpleNamespace(**PARALLEL | parallel))
+    engine._refuse(SimpleNamespace(**TEXT), SimpleNamespace(**PARALLEL))
+
+
+def test_single_tokens_are_refused() -> None:
+    with pytest.raises(Unsupported, match=r"--page-size 1: .*set --page-size 64"):
+        linker._check_page(1, recurrent=False)
+    linker._check_page(1, recurrent=True)
+    linker._check_page(16, recurrent=False)
+
+
+def test_draft_pools_are_refused() -> None:
+    none = {"mtp_draft_device_pools": (), "sidecar_draft_device_pools": (), "mtp_draft_mamba_pools": ()}
+    for pool in none:
+        params = SimpleNamespace(**none | {pool: ("pool",)})
+        with pytest.raises(Unsupported, match=r"draft model.*run without --speculative-algorithm"):
+            LayerflowLinker(None, params, components=(), extra_config={})
+
+
+def test_salts_and_adapters_are_in_the_page_hashes() -> None:
+    tokens = array("q", range(32))
+    keys = ({}, {"extra_key": "x"}, {"cache_salt": "x"}, {"extra_key": "x", "cache_salt": "x"})
+    hashes = [get_storage_hash_str(RadixKey(tokens, **key), None, page_size=16) for key in keys]
+    assert len({tuple(each) for each in hashes}) == len(keys)
+    assert all(len(each) == 2 for each in hashes)
+    # An adapter's id is in the extra key. It is random, but of an adapter that is there from the start: by its path.
+    assert ") + lora_id" in inspect.getsource(Req.__init__)
+    assert LoRARef().lora_id != LoRARef().lora_id
+    assert LoRARef.deterministic_id("name", "path") == LoRARef.deterministic_id("name", "path")
+
+
+def test_adapters_from_the_start_are_told_by_their_content(tmp_path: Path) -> None:
+    given = [LoRARef(lora_id="1", lora_name="name", lora_path=str(tmp_path))]
+    with pytest.raises(ConfigError, match="adapter 'name'"):
+        _adapters(given)
+    contents = []
+    for rank, weight in ((8, 0.0), (8, 1.0), (16, 1.0)):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"r": rank}))
+        save_file({"a": torch.full((2, 2), weight)}, tmp_path / "adapter_model.safetensors")
+        contents.append(_adapters(given)[0][1])
+    assert len(set(contents)) == 3
+    assert _adapters([]) == []
