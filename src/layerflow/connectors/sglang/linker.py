@@ -23,6 +23,7 @@ from layerflow.connectors.sglang.engine import EngineCache
 from layerflow.connectors.sglang.layout import KV, MAMBA, SWA
 from layerflow.connectors.sglang.loads import Loads
 from layerflow.connectors.sglang.options import parse_options
+from layerflow.connectors.sglang.plugin import hook_linker
 from layerflow.connectors.sglang.saves import Saves
 from layerflow.errors import Unsupported
 
@@ -85,6 +86,7 @@ class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 "speculative decoding with a draft model: layerflow's linker does not move the draft model's cache "
                 "yet, and SGLang would draft from pages that nobody has filled; run without --speculative-algorithm"
             )
+        hook_linker()
         self.forward_stream = forward_stream
         kvcache = params.token_to_kv_pool_allocator.get_kvcache()
         states = params.req_to_token_pool if MAMBA in {_component(each) for each in components} else None
