@@ -1,8 +1,8 @@
 """Hooks on SGLang, by its own registry: no file of it is changed.
 
-:func:`register` is layerflow's plug-in (entry point ``sglang.srt.plugins``), which SGLang calls in each process: it makes
-the transfer backend ``layerflow`` a choice. Everything else is hooked where it is used, in the process that uses it: by
-the linker, and by the backend's manager.
+:func:`register` is layerflow's plug-in (entry point ``sglang.srt.plugins``), which SGLang calls in each process: it
+makes the transfer backend ``layerflow`` a choice. Everything else is hooked where it is used, in the process that uses
+it: by the linker, and by the backend's manager.
 """
 
 from __future__ import annotations
