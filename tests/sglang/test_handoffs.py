@@ -48,7 +48,14 @@ class Pair:
         return second.result()
 
 
-def start(servers: Servers, model: str, *, tp: tuple[int, int] = (1, 1), more: tuple[str, ...] = ()) -> Pair:
+def start(
+    servers: Servers,
+    model: str,
+    *,
+    tp: tuple[int, int] = (1, 1),
+    prefill: tuple[str, ...] = (),
+    decode: tuple[str, ...] = (),
+) -> Pair:
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("127.0.0.1", 0))
@@ -56,8 +63,8 @@ def start(servers: Servers, model: str, *, tp: tuple[int, int] = (1, 1), more: t
     page = {"page": 1, "overlap": False} if model == "qwen35" else {}
     backend = ("--disaggregation-transfer-backend", "layerflow", "--disaggregation-bootstrap-port", str(port))
     roles = {
-        "prefill": more,
-        "decode": ("--disaggregation-decode-retraction-backup", "cpu_tensor"),
+        "prefill": prefill,
+        "decode": ("--disaggregation-decode-retraction-backup", "cpu_tensor", *decode),
     }
     engines = [
         Engine(
@@ -84,9 +91,14 @@ def start(servers: Servers, model: str, *, tp: tuple[int, int] = (1, 1), more: t
 
 @pytest.fixture(scope="module")
 def llama(servers: Servers) -> Iterator[Pair]:
-    """Prompts are computed in chunks of 256 tokens."""
+    """Prefill computes prompts in chunks of 256 tokens, and decode keeps what it has had."""
     servers.serve()
-    pair = start(servers, "llama", more=("--chunked-prefill-size", "256"))
+    pair = start(
+        servers,
+        "llama",
+        prefill=("--chunked-prefill-size", "256"),
+        decode=("--disaggregation-decode-enable-radix-cache",),
+    )
     yield pair
     close([pair.prefill, pair.decode])
 
@@ -104,7 +116,9 @@ def test_chunks_and_cached_prefixes_have_the_tokens_of_a_cold_prompt(llama: Pair
     cold = llama.generate(long)
     assert cold.served, cold
     again = llama.generate(long)
-    assert again.tokens == cold.tokens, "prefill had it cached"
+    assert again.tokens == cold.tokens, "both had it cached"
+    llama.decode.flush()
+    assert llama.generate(long).tokens == cold.tokens, "prefill had it cached"
     shared = long[:700] + prompt(2, 100)
     first = llama.generate(shared)
     llama.prefill.flush()
