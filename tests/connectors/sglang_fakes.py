@@ -13,8 +13,8 @@ import torch
 from e2e.known import LOOKUP_S, PATIENCE_S, POISON, eventually
 
 from layerflow.agent import Agent
-from layerflow.connectors.sglang.breaker import Breaker
-from layerflow.connectors.sglang.layout import KV, MAMBA, SWA, Layout, layout_of
+from layerflow.connectors.sglang.breaker import LoadBreaker
+from layerflow.connectors.sglang.layout import KV, MAMBA, SWA, PoolLayout, layout_of
 from layerflow.connectors.sglang.loads import Loads
 from layerflow.connectors.sglang.saves import Saves
 from layerflow.server import EmbeddedServer
@@ -87,7 +87,7 @@ def pools_of(kind: str, shard: Shard) -> tuple[Any, Any, int]:
     return MHATokenToKVPool(3, heads), None, 0
 
 
-def layout(kind: str, rank: int = 0, size: int = 1, page: int = PAGE) -> Layout:
+def layout(kind: str, rank: int = 0, size: int = 1, page: int = PAGE) -> PoolLayout:
     shard = Shard(rank, size)
     kvcache, held, window = pools_of(kind, shard)
     heads = 1 if kind == "one-head" else HEADS
@@ -121,7 +121,7 @@ class PoolWorker:
             wait_s=PATIENCE_S,
             lookup_timeout_s=LOOKUP_S,
         )
-        self.breaker = Breaker()
+        self.breaker = LoadBreaker()
         self.loads = Loads(self.agent, self.layout, after=self.agent.record, timeout_s=timeout_s, breaker=self.breaker)
         self.saves = Saves(self.agent, self.layout, written=self.agent.record)
         self._random = np.random.default_rng(rank)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layerflow.connectors.sglang.breaker import FAILURES, FIRST_PAUSE_S, LONGEST_PAUSE_S, Breaker
+from layerflow.connectors.sglang.breaker import FAILURES, FIRST_PAUSE_S, LONGEST_PAUSE_S, LoadBreaker
 
 
 class Clock:
@@ -12,7 +12,7 @@ class Clock:
         return self.now
 
 
-def open_for(breaker: Breaker, clock: Clock) -> float:
+def open_for(breaker: LoadBreaker, clock: Clock) -> float:
     """Seconds until loads are tried again."""
     began = clock.now
     while breaker.open:
@@ -21,7 +21,7 @@ def open_for(breaker: Breaker, clock: Clock) -> float:
 
 
 def test_single_failures_pause_nothing() -> None:
-    breaker = Breaker(Clock())
+    breaker = LoadBreaker(Clock())
     for _ in range(5):
         for _ in range(FAILURES - 1):
             breaker.failed("one")
@@ -31,7 +31,7 @@ def test_single_failures_pause_nothing() -> None:
 
 def test_failures_in_a_row_pause_loads_longer_each_time_up_to_a_minute() -> None:
     clock = Clock()
-    breaker = Breaker(clock)
+    breaker = LoadBreaker(clock)
     for number in range(FAILURES):
         assert not breaker.open
         breaker.failed(f"reason {number}")
@@ -45,7 +45,7 @@ def test_failures_in_a_row_pause_loads_longer_each_time_up_to_a_minute() -> None
 
 def test_a_load_that_is_in_place_starts_anew() -> None:
     clock = Clock()
-    breaker = Breaker(clock)
+    breaker = LoadBreaker(clock)
     for _ in range(FAILURES + 3):
         breaker.failed("dead")
         open_for(breaker, clock)
@@ -58,7 +58,7 @@ def test_a_load_that_is_in_place_starts_anew() -> None:
 
 
 def test_a_batch_that_began_before_the_pause_can_end_it() -> None:
-    breaker = Breaker(Clock())
+    breaker = LoadBreaker(Clock())
     for _ in range(FAILURES):
         breaker.failed("dead")
     assert breaker.open

@@ -14,7 +14,7 @@ from server.support import Embed
 
 from layerflow.agent import Agent
 from layerflow.agent.lookups import Lookups
-from layerflow.connectors.sglang.layout import KV, MAMBA, Layout, PoolGroup
+from layerflow.connectors.sglang.layout import KV, MAMBA, PoolGroup, PoolLayout
 from layerflow.connectors.sglang.pd.decoding import DecodeSide, Following, Progress
 from layerflow.connectors.sglang.pd.prefilling import PrefillSide, PromptPart
 from layerflow.server import EmbeddedServer
@@ -25,7 +25,7 @@ HASHES = [f"{number:064x}" for number in range(5)]
 EMPTY = 255
 
 
-def layout(*, state: bool = False) -> Layout:
+def layout(*, state: bool = False) -> PoolLayout:
     """Three layers of attention, by token; with `state` the last one is recurrent."""
     attention = tuple(range(LAYERS - state))
     groups = [GroupSpec("full", 1, attention, (Plane("k", "uint8", (ROW,)),))]
@@ -38,7 +38,7 @@ def layout(*, state: bool = False) -> Layout:
         layer: {spec.groups[group].planes[0].name: torch.full((SLOTS, 1, ROW), EMPTY, dtype=torch.uint8)}
         for layer, (group, _) in enumerate(spec.layer_places())
     }
-    return Layout(spec, tensors, tuple(pools), {layer: layer for layer in range(LAYERS)})
+    return PoolLayout(spec, tensors, tuple(pools), {layer: layer for layer in range(LAYERS)})
 
 
 def slots(pages: list[int], state: int = -1) -> dict[str, np.ndarray]:
@@ -50,7 +50,7 @@ def slots(pages: list[int], state: int = -1) -> dict[str, np.ndarray]:
 class Engine:
     """One engine's agent, scheduler and cache."""
 
-    layout: Layout
+    layout: PoolLayout
     agent: Agent
     lookups: Lookups
 

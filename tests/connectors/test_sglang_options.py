@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from layerflow.connectors.sglang.options import ENVIRONMENT, Options, options_of_environment, parse_options
+from layerflow.connectors.sglang.options import ENVIRONMENT, SglangOptions, options_of_environment, parse_options
 from layerflow.connectors.sglang.versions import KNOWN, check_version
 from layerflow.endpoint import default_endpoint
 from layerflow.errors import ConfigError, Unsupported
 
 
 def test_nothing_set_takes_the_server_of_this_machine_and_does_everything() -> None:
-    assert parse_options({}) == Options(endpoint=default_endpoint())
-    assert (Options().load, Options().save, Options().load_timeout_s) == (True, True, None)
-    assert Options().lookup_timeout_s == 0.05
+    assert parse_options({}) == SglangOptions(endpoint=default_endpoint())
+    assert (SglangOptions().load, SglangOptions().save, SglangOptions().load_timeout_s) == (True, True, None)
+    assert SglangOptions().lookup_timeout_s == 0.05
 
 
 def test_every_option_can_be_set() -> None:
@@ -32,7 +32,7 @@ def test_every_option_can_be_set() -> None:
             "allow_unknown_sglang": True,
         }
     )
-    assert options == Options(
+    assert options == SglangOptions(
         endpoint="ipc:///run/layerflow/control",
         name="left",
         load=False,

@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 from layerflow.connectors.common.guard import attempt, guarded
-from layerflow.connectors.sglang.breaker import Breaker
+from layerflow.connectors.sglang.breaker import LoadBreaker
 from layerflow.connectors.sglang.engine import EngineCache
 from layerflow.connectors.sglang.layout import KV, MAMBA, SWA
 from layerflow.connectors.sglang.loads import Loads
@@ -73,7 +73,7 @@ class _Ready:
 class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
     """SGLang makes one in each scheduler process.
 
-    :raises ConfigError: ``linker_extra_config``; see :class:`.options.Options`.
+    :raises ConfigError: ``linker_extra_config``; see :class:`.options.SglangOptions`.
     :raises Unsupported: an SGLang, a parallelism or a cache that is not known here.
     """
 
@@ -101,7 +101,7 @@ class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
         )
         layout = self._cache.layout
         self._translate = getattr(params.req_to_token_pool, "translate_mamba_indices", None)
-        self._breaker = Breaker()
+        self._breaker = LoadBreaker()
         self._attached: _Ready | None = None
         self.layer_done_counter = LayerWaits(max(layout.layers) + 1)
         self.pools = {PoolName(group.pool): _pool_of(kvcache, states, group.pool) for group in layout.groups}

@@ -12,7 +12,7 @@ import numpy as np
 import structlog
 
 from layerflow.agent.values import Follow, StepRequest
-from layerflow.connectors.sglang.layout import Layout
+from layerflow.connectors.sglang.layout import PoolLayout
 from layerflow.connectors.sglang.pd.prefilling import DRAIN_S, handoff_name
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class DecodeSide:
         self,
         agent: Agent,
         lookups: Lookups,
-        layout: Layout,
+        layout: PoolLayout,
         *,
         after: Callable[[], DeviceEvent | None],
         deadline_s: float,
