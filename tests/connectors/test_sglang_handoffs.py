@@ -14,8 +14,8 @@ from server.support import Embed
 
 from layerflow.agent import Agent
 from layerflow.agent.lookups import Lookups
-from layerflow.connectors.sglang.layout import KV, MAMBA, Layout, PoolGroup
-from layerflow.connectors.sglang.pd.decoding import DecodeSide, Following, Progress
+from layerflow.connectors.sglang.layout import KV, MAMBA, PoolGroup, PoolLayout
+from layerflow.connectors.sglang.pd.decoding import DecodeSide, Following, PromptProgress
 from layerflow.connectors.sglang.pd.prefilling import PrefillSide, PromptPart
 from layerflow.server import EmbeddedServer
 from layerflow.spec import GroupSpec, ModelSpec, Plane
@@ -25,7 +25,7 @@ HASHES = [f"{number:064x}" for number in range(5)]
 EMPTY = 255
 
 
-def layout(*, state: bool = False) -> Layout:
+def layout(*, state: bool = False) -> PoolLayout:
     """Three layers of attention, by token; with `state` the last one is recurrent."""
     attention = tuple(range(LAYERS - state))
     groups = [GroupSpec("full", 1, attention, (Plane("k", "uint8", (ROW,)),))]
@@ -38,7 +38,7 @@ def layout(*, state: bool = False) -> Layout:
         layer: {spec.groups[group].planes[0].name: torch.full((SLOTS, 1, ROW), EMPTY, dtype=torch.uint8)}
         for layer, (group, _) in enumerate(spec.layer_places())
     }
-    return Layout(spec, tensors, tuple(pools), {layer: layer for layer in range(LAYERS)})
+    return PoolLayout(spec, tensors, tuple(pools), {layer: layer for layer in range(LAYERS)})
 
 
 def slots(pages: list[int], state: int = -1) -> dict[str, np.ndarray]:
@@ -50,7 +50,7 @@ def slots(pages: list[int], state: int = -1) -> dict[str, np.ndarray]:
 class Engine:
     """One engine's agent, scheduler and cache."""
 
-    layout: Layout
+    layout: PoolLayout
     agent: Agent
     lookups: Lookups
 
@@ -90,8 +90,8 @@ class Pair:
                 self.prefill.layer_done(layer)
         self.prefill.end_batch()
 
-    def ended(self, following: Following) -> Progress:
-        assert eventually(lambda: self.decode.poll(following) is not Progress.COMING)
+    def ended(self, following: Following) -> PromptProgress:
+        assert eventually(lambda: self.decode.poll(following) is not PromptProgress.COMING)
         return following.progress
 
     def check(self, mine: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> None:
@@ -132,7 +132,7 @@ def test_decode_gets_what_prefill_computes_in_chunks(pair: Any, early: bool, tol
     both.compute(PromptPart(1, HASHES, 5, theirs), told=told)
     both.prefill.end(1)
     following = following or both.decode.follow(1, HASHES, 0, mine)
-    assert both.ended(following) is Progress.THERE, following.reason
+    assert both.ended(following) is PromptProgress.THERE, following.reason
     both.check(mine, theirs)
     assert eventually(lambda: not both.prefill.saving(1)), "prefill's pages are free"
     assert not both.prefill.refusal(1)
@@ -143,7 +143,7 @@ def test_decode_loads_only_what_it_does_not_have(pair: Any) -> None:
     both.compute(PromptPart(1, HASHES, 5, slots([0, 1, 2, 3, 4])))
     both.prefill.end(1)
     following = both.decode.follow(1, HASHES, 3, slots([11, 12]))
-    assert both.ended(following) is Progress.THERE, following.reason
+    assert both.ended(following) is PromptProgress.THERE, following.reason
     both.check(slots([11, 12]), slots([3, 4]))
 
 
@@ -154,7 +154,7 @@ def test_a_recurrent_state_comes_with_the_last_page(pair: Any) -> None:
     both.compute(PromptPart(1, HASHES, 3, slots([0, 1, 2])))
     both.compute(PromptPart(1, HASHES, 5, theirs))
     both.prefill.end(1)
-    assert both.ended(following) is Progress.THERE, following.reason
+    assert both.ended(following) is PromptProgress.THERE, following.reason
     both.check(mine, theirs)
 
 
@@ -164,7 +164,7 @@ def test_a_prompt_that_is_given_up_fails_at_decode_with_its_reason(pair: Any) ->
     both.compute(PromptPart(1, HASHES, 2, slots([0, 1])))
     both.prefill.give_up(1, "the request was aborted")
     assert not both.p.agent.busy("sglang-1"), "nothing reads its pages"
-    assert both.ended(following) is Progress.LOST
+    assert both.ended(following) is PromptProgress.LOST
     assert "aborted" in following.reason
     both.compute(PromptPart(1, HASHES, 5, slots([0, 1, 2, 3, 4])))  # a batch that was under way already
     both.prefill.forget(1)
@@ -175,7 +175,7 @@ def test_a_prefill_engine_that_dies_fails_at_decode(pair: Any) -> None:
     following = both.decode.follow(1, HASHES, 0, slots([9, 8, 7, 6, 5]))
     both.compute(PromptPart(1, HASHES, 2, slots([0, 1])))
     both.p.close()
-    assert both.ended(following) is Progress.LOST
+    assert both.ended(following) is PromptProgress.LOST
     assert following.reason
 
 
@@ -185,7 +185,7 @@ def test_a_decode_request_that_is_given_up_writes_nothing_any_more(pair: Any) ->
     both.compute(PromptPart(1, HASHES, 2, slots([0, 1])))
     both.decode.poll(following)
     both.decode.give_up(following)
-    assert both.decode.poll(following) is Progress.LOST
+    assert both.decode.poll(following) is PromptProgress.LOST
     assert not both.d.agent.busy("sglang-1")
     both.compute(PromptPart(1, HASHES, 5, slots([0, 1, 2, 3, 4])))
     both.prefill.end(1)
@@ -195,7 +195,7 @@ def test_a_decode_request_that_is_given_up_writes_nothing_any_more(pair: Any) ->
 def test_a_prompt_that_nobody_computes_fails_at_its_deadline(pair: Any) -> None:
     both = pair(deadline_s=0.2)
     following = both.decode.follow(1, HASHES, 0, slots([9, 8, 7, 6, 5]))
-    assert both.ended(following) is Progress.LOST
+    assert both.ended(following) is PromptProgress.LOST
     assert "0 of 20 tokens" in following.reason or "deadline" in following.reason
 
 
@@ -205,7 +205,7 @@ def test_a_server_that_goes_fails_both_ends_and_holds_neither(embed: Embed) -> N
     following = both.decode.follow(1, HASHES, 0, slots([9, 8, 7, 6, 5]))
     both.compute(PromptPart(1, HASHES, 2, slots([0, 1])))
     server.close()
-    assert both.ended(following) is Progress.LOST
+    assert both.ended(following) is PromptProgress.LOST
     both.compute(PromptPart(1, HASHES, 5, slots([0, 1, 2, 3, 4])))
     both.prefill.end(1)
     assert eventually(lambda: not both.prefill.saving(1))

@@ -55,6 +55,8 @@ class Shape:
     :param overlap: SGLang prepares a batch while the one before it computes.
     :param watched: its linker writes down what it waits for, see :mod:`watched`.
     :param extra: further keys and values of ``linker_extra_config``.
+    :param linker: it has layerflow's linker.
+    :param flags: further arguments of the command line.
     """
 
     name: str
@@ -64,6 +66,8 @@ class Shape:
     overlap: bool = True
     watched: bool = False
     extra: tuple[tuple[str, Any], ...] = ()
+    linker: bool = True
+    flags: tuple[str, ...] = ()
 
     def arguments(self) -> list[str]:
         """Of the command line, without the linker's."""
@@ -72,7 +76,7 @@ class Shape:
             own.append("--disable-overlap-schedule")
         if self.page == 1:
             own += ["--mamba-radix-cache-strategy", "no_buffer"]
-        return own
+        return [*own, *self.flags]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +140,15 @@ class Engine:
             "--skip-tokenizer-init", "--dtype", "float32", "--host", "127.0.0.1", "--port", str(self.port),
             "--max-total-tokens", "8192", "--context-length", "4096", "--random-seed", "5",
             *self.shape.arguments(),
-            "--enable-unified-cache-external-linker", "--unified-cache-external-linker-backend", "dynamic",
-            "--unified-cache-external-linker-config", json.dumps(config),
         ]  # fmt: skip
+        if self.shape.linker:
+            command += [
+                "--enable-unified-cache-external-linker", "--unified-cache-external-linker-backend", "dynamic",
+                "--unified-cache-external-linker-config", json.dumps(config),
+            ]  # fmt: skip
         paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths), "WATCHED_LOG": str(self.watch)}
+        environment["LAYERFLOW_SGLANG_OPTIONS"] = json.dumps(extra)
         if self.shape.tp > 1:  # without it SGLang counts NUMA nodes
             cores = sorted(os.sched_getaffinity(0))
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(

@@ -52,6 +52,10 @@ class Servers:
         assert self._server is not None
         return self._server
 
+    def log(self, name: str) -> Path:
+        """Where a server may write."""
+        return self._logs / f"{name}-{next(self._numbers)}.log"
+
     def serve(self, **settings: object) -> ServerProcess:
         """A ``layerflow run`` with these settings; ``pool__size="1MiB"`` is ``pool.size``. The last one's goes on if it
         has the same.
@@ -83,8 +87,7 @@ class Servers:
         room = MOST_ENGINES - len(shapes)
         close([self._engines.pop(shape) for shape in idle[: max(0, len(idle) - room)]] if missing else [])
         for shape in missing:
-            log = self._logs / f"{shape.name}-{next(self._numbers)}.log"
-            self._engines[shape] = Engine(shape, self.endpoint, log).begin()
+            self._engines[shape] = Engine(shape, self.endpoint, self.log(shape.name)).begin()
         began = time.monotonic()
         for shape in shapes:
             self._engines[shape].wait_started(began + START_S)

@@ -15,12 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerflow.errors import BadKey
-from layerflow.keys import KEY_BYTES, Chain, Media, describe_key, object_key, root_digest
+from layerflow.keys import KEY_BYTES, Chain, HashedChain, Media, describe_key, object_key, root_digest
 from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
 
 FINGERPRINT = bytes(range(16))
 ROOT = root_digest(FINGERPRINT)
 TOKENS = st.lists(st.integers(0, 300), max_size=200)
+HASHES = st.lists(st.binary(min_size=1, max_size=64), max_size=20, unique=True)
 
 
 @given(TOKENS, TOKENS, st.integers(1, 32))
@@ -148,3 +149,65 @@ def test_keys_do_not_depend_on_the_process() -> None:
     spec = ModelSpec("another name", "c", (GroupSpec("full", 16, (0, 1), (Plane("k", "float16", (2, 8)),)),))
     here = Chain(root_digest(spec.fingerprint), list(range(600)), spec.chunk_tokens).digests[-1].hex()
     assert seen == {here + "\n"}
+
+
+@given(HASHES, st.integers(2, 64))
+def test_a_page_has_a_digest_of_its_own_hash_and_the_root(hashes: list[bytes], page: int) -> None:
+    chain = HashedChain(ROOT, hashes, page)
+    assert chain.digests == [digest for each in hashes for digest in HashedChain(ROOT, [each], page).digests]
+    assert len(set(chain.digests)) == len(hashes)
+    assert not set(chain.digests) & set(HashedChain(FINGERPRINT, hashes, page).digests)
+
+
+@given(HASHES, st.integers(2, 64), st.data())
+def test_hashes_may_begin_at_any_page(hashes: list[bytes], page: int, data: st.DataObject) -> None:
+    first = data.draw(st.integers(0, len(hashes)))
+    assert HashedChain(ROOT, hashes[first:], page).digests == HashedChain(ROOT, hashes, page).digests[first:]
+
+
+@given(HASHES, st.integers(2, 64))
+def test_only_whole_pages_have_digests(hashes: list[bytes], page: int) -> None:
+    chain = HashedChain(ROOT, hashes, page)
+    for number, digest in enumerate(chain.digests):
+        assert chain.partial(number, page) == digest
+        assert chain.parent(number + 1) == digest
+        assert {chain.partial(number, tokens) for tokens in range(1, page)} == {b""}
+        assert chain.block_digests(number, 1) == b""
+    assert chain.partial(len(hashes), page) == b""
+    assert chain.tail == b""
+
+
+@given(HASHES, st.integers(1, 64))
+def test_a_hit_may_end_with_the_last_page(hashes: list[bytes], page: int) -> None:
+    """A hit leaves a token to compute; the engine has left that one out already."""
+    chain = HashedChain(ROOT, hashes, page)
+    assert len(chain) == len(hashes) * page + 1
+    assert len(chain.digests) == len(chain) // page
+
+
+@given(HASHES)
+def test_the_token_behind_pages_of_one_token_is_no_page(hashes: list[bytes]) -> None:
+    chain = HashedChain(ROOT, hashes, 1)
+    *pages, left = chain.digests
+    assert left not in pages
+    assert left == HashedChain(ROOT, [], 1).digests[0]
+    assert left != HashedChain(FINGERPRINT, [], 1).digests[0]
+
+
+def test_page_hashes_cannot_be_extended_and_tell_no_tokens() -> None:
+    chain = HashedChain(ROOT, [b"one"], 16)
+    with pytest.raises(BadKey, match="make another one of more hashes"):
+        chain.extend([1])
+    with pytest.raises(BadKey, match="no tokens"):
+        _ = chain.tokens
+    with pytest.raises(BadKey, match="at least 1"):
+        HashedChain(ROOT, [], 0)
+
+
+@given(TOKENS, st.integers(1, 16))
+def test_a_chain_of_tokens_and_one_of_hashes_never_meet(tokens: list[int], page: int) -> None:
+    """Not even where an engine hands over as hashes what the other chain hashes, or its very digests."""
+    chain = Chain(ROOT, tokens, page)
+    ids = [np.array(tokens[at : at + page], np.int64).tobytes() for at in range(0, len(tokens) - page + 1, page)]
+    for hashes in (ids, chain.digests):
+        assert not set(chain.digests) & set(HashedChain(ROOT, [each[:64] for each in hashes], page).digests)

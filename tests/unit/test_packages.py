@@ -12,7 +12,7 @@ PACKAGES = sorted(
     module.name
     for root in (layerflow, layerflow_cli)
     for module in pkgutil.walk_packages(root.__path__, f"{root.__name__}.", onerror=lambda _: None)
-    if module.ispkg and "vllm" not in module.name
+    if module.ispkg and not {"vllm", "sglang"} & set(module.name.split("."))  # engines that are not installed here
 )
 
 

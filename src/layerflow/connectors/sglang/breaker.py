@@ -15,7 +15,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 log = structlog.get_logger("layerflow.sglang")
 
 
-class Breaker:
+class LoadBreaker:
     """Closed: loads are tried. Open: nothing is looked up until the pause is over; then one load decides.
 
     :param clock: monotonic seconds.

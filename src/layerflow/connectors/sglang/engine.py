@@ -20,7 +20,7 @@ from layerflow.connectors.common.loaded import LoadedWeights
 from layerflow.connectors.common.weights import START_WAIT_S, Weights, WeightsReading
 from layerflow.connectors.sglang.identity import arithmetic_of, checkpoint_of, loaded_modules
 from layerflow.connectors.sglang.layout import KV, SWA, layout_of
-from layerflow.connectors.sglang.options import Options
+from layerflow.connectors.sglang.options import SglangOptions
 from layerflow.connectors.sglang.versions import check_version
 from layerflow.errors import Unsupported
 from layerflow.spec import Shard
@@ -48,7 +48,7 @@ class EngineCache:
     def __init__(
         self,
         cfg: Any,
-        options: Options,
+        options: SglangOptions,
         *,
         kvcache: Any,
         states: Any,

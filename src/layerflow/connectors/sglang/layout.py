@@ -56,7 +56,7 @@ class PoolGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PoolLayout:
     """One worker's cache.
 
     :param spec: without what the weights are called.
@@ -101,7 +101,7 @@ class _Pool:
 
 def layout_of(  # noqa: PLR0917 - what SGLang hands to a linker
     kvcache: Any, states: Any, page: int, window: int, model_heads: Mapping[str, int], shard: Shard
-) -> Layout:
+) -> PoolLayout:
     """Translate SGLang's pools.
 
     :param kvcache: of its allocator. :param states: its request pool, where that holds recurrent states; else None.
@@ -139,7 +139,7 @@ def layout_of(  # noqa: PLR0917 - what SGLang hands to a linker
         attention="sglang/NHD",
         chunk_tokens=page,
     )
-    return Layout(spec, tensors, tuple(pool.group for pool in pools), numbers)
+    return PoolLayout(spec, tensors, tuple(pool.group for pool in pools), numbers)
 
 
 def _pools(  # noqa: PLR0917

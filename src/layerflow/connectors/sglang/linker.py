@@ -18,11 +18,12 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 from layerflow.connectors.common.guard import attempt, guarded
-from layerflow.connectors.sglang.breaker import Breaker
+from layerflow.connectors.sglang.breaker import LoadBreaker
 from layerflow.connectors.sglang.engine import EngineCache
 from layerflow.connectors.sglang.layout import KV, MAMBA, SWA
 from layerflow.connectors.sglang.loads import Loads
 from layerflow.connectors.sglang.options import parse_options
+from layerflow.connectors.sglang.plugin import hook_linker
 from layerflow.connectors.sglang.saves import Saves
 from layerflow.errors import Unsupported
 
@@ -72,7 +73,7 @@ class _Ready:
 class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
     """SGLang makes one in each scheduler process.
 
-    :raises ConfigError: ``linker_extra_config``; see :class:`.options.Options`.
+    :raises ConfigError: ``linker_extra_config``; see :class:`.options.SglangOptions`.
     :raises Unsupported: an SGLang, a parallelism or a cache that is not known here.
     """
 
@@ -85,6 +86,7 @@ class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 "speculative decoding with a draft model: layerflow's linker does not move the draft model's cache "
                 "yet, and SGLang would draft from pages that nobody has filled; run without --speculative-algorithm"
             )
+        hook_linker()
         self.forward_stream = forward_stream
         kvcache = params.token_to_kv_pool_allocator.get_kvcache()
         states = params.req_to_token_pool if MAMBA in {_component(each) for each in components} else None
@@ -99,7 +101,7 @@ class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
         )
         layout = self._cache.layout
         self._translate = getattr(params.req_to_token_pool, "translate_mamba_indices", None)
-        self._breaker = Breaker()
+        self._breaker = LoadBreaker()
         self._attached: _Ready | None = None
         self.layer_done_counter = LayerWaits(max(layout.layers) + 1)
         self.pools = {PoolName(group.pool): _pool_of(kvcache, states, group.pool) for group in layout.groups}

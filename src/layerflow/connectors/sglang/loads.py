@@ -13,8 +13,8 @@ import structlog
 
 from layerflow.agent.values import Hit, StepRequest
 from layerflow.connectors.common.guard import attempt, tell
-from layerflow.connectors.sglang.breaker import Breaker
-from layerflow.connectors.sglang.layout import Layout
+from layerflow.connectors.sglang.breaker import LoadBreaker
+from layerflow.connectors.sglang.layout import PoolLayout
 from layerflow.expiring import ExpiringSet
 from layerflow.keys import HashedChain
 
@@ -79,11 +79,11 @@ class Loads:
     def __init__(
         self,
         agent: Agent,
-        layout: Layout,
+        layout: PoolLayout,
         *,
         after: Callable[[], DeviceEvent | None],
         timeout_s: float | None,
-        breaker: Breaker,
+        breaker: LoadBreaker,
     ) -> None:
         self._agent = agent
         self._layout = layout
@@ -120,7 +120,7 @@ class Loads:
     def queue(self, request: str, pages: int, slots: Mapping[str, np.ndarray]) -> bool:
         """The request is in the batch that is being made; False = it is to be computed.
 
-        :param pages: leading ones of its hit. :param slots: see :meth:`.layout.Layout.tables`.
+        :param pages: leading ones of its hit. :param slots: see :meth:`.layout.PoolLayout.tables`.
         """
         found = self._found.pop(request, None)
         lost = found is None or pages * found.chain.chunk_tokens > found.hit.tokens

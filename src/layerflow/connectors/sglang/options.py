@@ -28,7 +28,7 @@ _KEYS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class SglangOptions:
     """The connector's settings, checked.
 
     :param endpoint: of a running ``layerflow run`` on this machine.
@@ -56,7 +56,7 @@ class Options:
     allow_unknown: bool = False
 
 
-def options_of_environment() -> Options:
+def options_of_environment() -> SglangOptions:
     """The transfer backend's.
 
     :raises ConfigError: as :func:`parse_options`, or they are no JSON object.
@@ -70,7 +70,7 @@ def options_of_environment() -> Options:
     return parse_options(written, ENVIRONMENT)
 
 
-def parse_options(extra: Mapping[str, Any], where: str = "linker_extra_config") -> Options:
+def parse_options(extra: Mapping[str, Any], where: str = "linker_extra_config") -> SglangOptions:
     """Check and translate an extra config.
 
     :param where: what it is called, for errors.
@@ -81,7 +81,7 @@ def parse_options(extra: Mapping[str, Any], where: str = "linker_extra_config") 
     load_timeout = None
     if "load_timeout_ms" in written:
         load_timeout = written.number("load_timeout_ms", 0, least=1, most=3_600_000) / 1e3
-    return Options(
+    return SglangOptions(
         endpoint=written.endpoint() or default_endpoint(),
         name=written.text("name"),
         load=written.switch("load", True),

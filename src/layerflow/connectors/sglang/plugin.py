@@ -1,21 +1,19 @@
-"""layerflow's plug-in for SGLang (entry point ``sglang.srt.plugins``), which SGLang calls in each of its processes.
+"""Hooks on SGLang, by its own registry: no file of it is changed.
 
-Two hooks on the external cache linker: a load that has failed ends its own request only, and its client is told why.
-And the transfer backend ``layerflow``: its name among SGLang's, its classes, and the hooks that tell it of batches and
-layers. Where neither is used, none of them does anything, and nothing of layerflow's is imported.
+:func:`register` is layerflow's plug-in (entry point ``sglang.srt.plugins``), which SGLang calls in each process: it
+makes the transfer backend ``layerflow`` a choice. Everything else is hooked where it is used, in the process that uses
+it: by the linker, and by the backend's manager.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any
 
 import structlog
 
-_CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
-_WRAPPER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper"
-_PREFILL = "disaggregation.prefill.SchedulerDisaggregationPrefillMixin"
+_PREFILL_LOOP = "disaggregation.prefill.SchedulerDisaggregationPrefillMixin"
 MOST_REASON = 300
 """Characters of a reason that a client is told."""
 
@@ -23,25 +21,61 @@ log = structlog.get_logger("layerflow.sglang")
 
 
 def register() -> None:
-    """Register the hooks. SGLang applies them after all plug-ins have run."""
+    """Make the backend known. SGLang applies hooks after all plug-ins have run."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415 - nothing else needs SGLang
 
-    HookRegistry.register(f"{_WRAPPER}.finish_loads", finish_loads, HookType.AROUND)
-    HookRegistry.register(f"{_CACHE}.finish_external_linker_loads", tell_reasons, HookType.AFTER)
     _name_backend()
-    for target, hook, kind in (
-        ("disaggregation.utils.get_kv_class", backend_class, HookType.AROUND),
-        ("disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager", attach_manager, HookType.AFTER),
-        ("disaggregation.decode.DecodePreallocQueue._init_kv_manager", attach_manager, HookType.AFTER),
-        ("disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue", give_hashes, HookType.AFTER),
-        (f"{_PREFILL}.maybe_send_cached_prefix_chunk", cached_prefix, HookType.AROUND),
-        ("managers.scheduler.Scheduler.flush_cache", cache_emptied, HookType.AFTER),
-        ("managers.scheduler.Scheduler.run_batch", batch_begins, HookType.BEFORE),
-        ("managers.scheduler.Scheduler.run_batch", batch_ends, HookType.AFTER),
-        ("layers.radix_attention.RadixAttention.forward", layer_done, HookType.AFTER),
-        ("layers.radix_linear_attention.RadixLinearAttention.forward", layer_done, HookType.AFTER),
-    ):
-        HookRegistry.register(f"sglang.srt.{target}", hook, kind)
+    HookRegistry.register("sglang.srt.disaggregation.utils.get_kv_class", backend_class, HookType.AROUND)
+
+
+def hook_linker() -> None:
+    """A load that has failed ends its own request only, and its client is told why."""
+    _hook(
+        around=(("mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper.finish_loads", finish_loads),),
+        after=(("mem_cache.unified_radix_cache.UnifiedRadixCache.finish_external_linker_loads", tell_reasons),),
+    )
+
+
+def hook_backend() -> None:
+    """Tell the backend's manager of the pools, of prompts, batches and layers, and of flushes."""
+    _hook(
+        before=(
+            ("disaggregation.prefill.PrefillBootstrapQueue.create_sender", attach_manager),
+            ("disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue", attach_manager),
+            ("managers.scheduler.Scheduler.run_batch", batch_begins),
+        ),
+        around=(
+            (
+                "disaggregation.prefill.SchedulerDisaggregationPrefillMixin.maybe_send_cached_prefix_chunk",
+                cached_prefix,
+            ),
+        ),
+        after=(
+            ("disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue", give_hashes),
+            ("managers.scheduler.Scheduler.flush_cache", cache_emptied),
+            ("managers.scheduler.Scheduler.run_batch", batch_ends),
+            ("layers.radix_attention.RadixAttention.forward", layer_done),
+            ("layers.radix_linear_attention.RadixLinearAttention.forward", layer_done),
+        ),
+    )
+
+
+Hooks = Sequence[tuple[str, Callable[..., Any]]]
+
+
+def _hook(*, before: Hooks = (), around: Hooks = (), after: Hooks = ()) -> None:
+    """Apply hooks now, each once in a process."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415 - nothing else needs SGLang
+
+    for kind, hooks in ((HookType.BEFORE, before), (HookType.AROUND, around), (HookType.AFTER, after)):
+        for target, hook in hooks:
+            if (target, kind.name) not in _hooked:
+                _hooked.add((target, kind.name))
+                HookRegistry.register(f"sglang.srt.{target}", hook, kind)
+    HookRegistry.apply_hooks()
+
+
+_hooked: set[tuple[str, str]] = set()
 
 
 def finish_loads(original: Callable[..., list[str]], wrapper: Any, *args: Any, **kwargs: Any) -> list[str]:
@@ -107,6 +141,8 @@ def backend_class(original: Callable[..., Any], backend: Any, kind: Any) -> Any:
         return original(backend, kind)
     from layerflow.connectors.sglang.pd import backend as classes  # noqa: PLC0415 - only where it is chosen
 
+    if kind.name == "MANAGER":
+        hook_backend()
     return {
         "MANAGER": classes.LayerflowManager,
         "SENDER": classes.LayerflowSender,
@@ -115,9 +151,10 @@ def backend_class(original: Callable[..., Any], backend: Any, kind: Any) -> Any:
     }[kind.name]
 
 
-def attach_manager(manager: Any, queue: Any, *args: Any, **kwargs: Any) -> None:
-    """SGLang has made a manager: it gets the pools, which its constructor is not given."""
-    if hasattr(manager, "begin_batch"):
+def attach_manager(queue: Any, *args: Any, **kwargs: Any) -> None:
+    """Before the first prompt: the manager gets the pools, which its constructor is not given."""
+    manager = queue.kv_manager
+    if manager not in _managers:
         manager.attach(queue)
         _managers[:] = [manager]
         if manager.prefill is not None:

@@ -13,7 +13,7 @@ import structlog
 
 from layerflow.agent.values import StepRequest
 from layerflow.connectors.common.guard import tell
-from layerflow.connectors.sglang.layout import Layout
+from layerflow.connectors.sglang.layout import PoolLayout
 
 if TYPE_CHECKING:
     from layerflow.agent import Agent
@@ -40,7 +40,7 @@ class Saves:
     :param written: makes an event behind all that has been given to the forward pass; None on the cpu.
     """
 
-    def __init__(self, agent: Agent, layout: Layout, *, written: Callable[[], object]) -> None:
+    def __init__(self, agent: Agent, layout: PoolLayout, *, written: Callable[[], object]) -> None:
         self._agent = agent
         self._layout = layout
         self._written = written
@@ -52,7 +52,7 @@ class Saves:
         """Save a node.
 
         :param hashes: of its pages.
-        :param slots: by pool: of its last pages, see :meth:`.layout.Layout.tables`.
+        :param slots: by pool: of its last pages, see :meth:`.layout.PoolLayout.tables`.
         :param allowed: else it fails at once.
         """
         name = f"node-{next(self._numbers)}"

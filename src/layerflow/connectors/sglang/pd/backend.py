@@ -30,7 +30,7 @@ from layerflow.connectors.common.guard import attempt
 from layerflow.connectors.sglang.engine import EngineCache
 from layerflow.connectors.sglang.layout import KV, MAMBA
 from layerflow.connectors.sglang.options import options_of_environment
-from layerflow.connectors.sglang.pd.decoding import DecodeSide, Following, Progress
+from layerflow.connectors.sglang.pd.decoding import DecodeSide, Following, PromptProgress
 from layerflow.connectors.sglang.pd.first_tokens import FirstTokens
 from layerflow.connectors.sglang.pd.prefilling import PrefillSide, PromptPart
 from layerflow.errors import Unsupported
@@ -300,10 +300,10 @@ class LayerflowReceiver(CommonKVReceiver):  # type: ignore[misc]
         if following is None:
             return status
         progress = self.kv_mgr.decode.poll(following)
-        if progress is Progress.LOST:
+        if progress is PromptProgress.LOST:
             self.kv_mgr.record_failure(self.bootstrap_room, f"layerflow: {following.reason}")
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
-        elif progress is Progress.THERE and self.kv_mgr.take_row(self.bootstrap_room, self._index):
+        elif progress is PromptProgress.THERE and self.kv_mgr.take_row(self.bootstrap_room, self._index):
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
         return super().poll()
 

@@ -12,7 +12,7 @@ import numpy as np
 import structlog
 
 from layerflow.agent.values import Follow, StepRequest
-from layerflow.connectors.sglang.layout import Layout
+from layerflow.connectors.sglang.layout import PoolLayout
 from layerflow.connectors.sglang.pd.prefilling import DRAIN_S, handoff_name
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ STORY_S = 0.02
 log = structlog.get_logger("layerflow.sglang")
 
 
-class Progress(enum.Enum):
+class PromptProgress(enum.Enum):
     """Where a prompt's load is."""
 
     COMING = "it is waited for, or being loaded"
@@ -46,7 +46,7 @@ class Following:
 
     :param first: pages that this engine has itself.
     :param until: monotonic seconds; what is not there by then has failed.
-    :param reason: of :attr:`Progress.LOST`.
+    :param reason: of :attr:`PromptProgress.LOST`.
     """
 
     room: int
@@ -57,7 +57,7 @@ class Following:
     until: float
     inquiry: Inquiry
     step: Step | NoStep | None = None
-    progress: Progress = Progress.COMING
+    progress: PromptProgress = PromptProgress.COMING
     reason: str = ""
 
     @property
@@ -77,7 +77,7 @@ class DecodeSide:
         self,
         agent: Agent,
         lookups: Lookups,
-        layout: Layout,
+        layout: PoolLayout,
         *,
         after: Callable[[], DeviceEvent | None],
         deadline_s: float,
@@ -102,9 +102,9 @@ class DecodeSide:
         tables = self._layout.tables(len(hashes), slots)
         return Following(room, chain, first, tables, self._after(), until, inquiry)
 
-    def poll(self, following: Following) -> Progress:
+    def poll(self, following: Following) -> PromptProgress:
         """Where it is now."""
-        if following.progress is Progress.COMING:
+        if following.progress is PromptProgress.COMING:
             if following.step is None:
                 self._look(following)
             else:
@@ -113,7 +113,7 @@ class DecodeSide:
 
     def give_up(self, following: Following) -> None:
         """It is not wanted any more: nothing writes its pages when this returns."""
-        if following.progress is not Progress.COMING:
+        if following.progress is not PromptProgress.COMING:
             return
         self._lose(following, "the request was given up")
         name = handoff_name(following.room)
@@ -152,7 +152,7 @@ class DecodeSide:
         outcome = step.wait_all()
         step.close()
         if outcome.ready:
-            following.progress = Progress.THERE
+            following.progress = PromptProgress.THERE
             self._lookups.release_handoff(handoff_name(following.room))
         else:
             reason = outcome.failed[0].reason if outcome.failed else "its load was cut off"
@@ -167,7 +167,7 @@ class DecodeSide:
         )
 
     def _lose(self, following: Following, reason: str) -> None:
-        following.progress, following.reason = Progress.LOST, reason
+        following.progress, following.reason = PromptProgress.LOST, reason
         if following.step is not None:
             following.step.close()
         name = handoff_name(following.room)

@@ -11,7 +11,7 @@ import structlog
 
 from layerflow.agent.values import StepRequest
 from layerflow.connectors.common.guard import tell
-from layerflow.connectors.sglang.layout import Layout
+from layerflow.connectors.sglang.layout import PoolLayout
 
 if TYPE_CHECKING:
     from layerflow.agent import Agent, NoStep, Step
@@ -65,7 +65,7 @@ class PrefillSide:
 
     agent: Agent
     lookups: Lookups
-    layout: Layout
+    layout: PoolLayout
     leads: bool
     written: Callable[[], object]
     _prompts: dict[int, _Prompt] = field(default_factory=dict)
