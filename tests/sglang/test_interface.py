@@ -28,6 +28,7 @@ from layerflow.connectors.common.interface import check_interface
 from layerflow.connectors.sglang import LayerflowLinker, engine, linker
 from layerflow.connectors.sglang.identity import _adapters
 from layerflow.connectors.sglang.layout import KV, MAMBA, SWA
+from layerflow.connectors.sglang.options import SglangOptions
 from layerflow.connectors.sglang.versions import KNOWN, check_version
 from layerflow.errors import ConfigError, Unsupported
 
@@ -174,3 +175,13 @@ def test_adapters_from_the_start_are_told_by_their_content(tmp_path: Path) -> No
         contents.append(_adapters(given)[0][1])
     assert len(set(contents)) == 3
     assert _adapters([]) == []
+
+
+def test_nodes_that_come_before_the_agent_are_begun_and_fail() -> None:
+    """Another rank may have its agent by then, and SGLang takes as many saves from each."""
+    early = LayerflowLinker.__new__(LayerflowLinker)
+    early.options, early._attached, early._early = SglangOptions(), None, 0
+    assert [early.offload([]), early.offload([])] == [True, True]
+    assert early.num_completed_offloads() == 2
+    assert [early.pop_completed_offload(), early.pop_completed_offload()] == [False, False]
+    assert early.num_completed_offloads() == 0

@@ -103,6 +103,7 @@ class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._translate = getattr(params.req_to_token_pool, "translate_mamba_indices", None)
         self._breaker = LoadBreaker()
         self._attached: _Ready | None = None
+        self._early = 0  #: nodes that came before the agent: failed saves, not taken yet, ahead of all others
         self.layer_done_counter = LayerWaits(max(layout.layers) + 1)
         self.pools = {PoolName(group.pool): _pool_of(kvcache, states, group.pool) for group in layout.groups}
         if states is not None:
@@ -149,8 +150,11 @@ class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
     @guarded(_no)
     def offload(self, transfers: Any, session_id: str | None = None) -> bool:
         """Begin to save a node. Its slots stay locked until it is reported as completed."""
-        if not self.options.save or self._attached is None:
+        if not self.options.save:
             return False
+        if self._attached is None:  # another rank may have its agent: each begins every save, be it to fail
+            self._early += 1
+            return True
         slots = self._slots(transfers)
         self._attached.saves.begin(_of(transfers, KV).keys, slots, allowed=not self._cache.are_replaced())
         return True
@@ -158,16 +162,20 @@ class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
     @guarded(lambda: 0)
     def num_completed_offloads(self) -> int:
         """How many saves, from the oldest on, have ended."""
-        return self._attached.saves.ended() if self._attached is not None else 0
+        return self._early + (self._attached.saves.ended() if self._attached is not None else 0)
 
     def pop_completed_offload(self) -> bool:
         """Whether the oldest of them is stored."""
+        if self._early:
+            self._early -= 1
+            return False
         return self._attached is not None and self._attached.saves.take()
 
     def reset(self) -> None:
         """SGLang empties its cache: nothing reads or writes it any more when this returns. What is stored stays,
         unless the weights are others now: then it has other keys from here on.
         """
+        self._early = 0
         ready = self._attached
         if ready is None:
             return

@@ -73,12 +73,12 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
         kinds = [kind.name for kind in getattr(self.kv_args, "state_types", None) or ()]
         if set(kinds) - {"MAMBA"}:
             raise Unsupported(f"layerflow's transfer backend hands over attention and recurrent states, not {kinds}")
-        runner = scheduler.tp_worker.model_runner
+        runner, options = scheduler.tp_worker.model_runner, options_of_environment()
         self._request_pool = scheduler.req_to_token_pool
         states = self._request_pool if getattr(self._request_pool, "mamba_map", None) else None
         self._pages = cache = EngineCache(
             self.server_args,
-            options_of_environment(),
+            options,
             kvcache=queue.token_to_kv_pool,
             states=states,
             page=self.kv_args.page_size,
@@ -88,7 +88,7 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
         if agent is None:
             raise Unsupported("the weights' digest is not known in time; set model_content in LAYERFLOW_SGLANG_OPTIONS")
         stream = getattr(runner, "forward_stream", None)
-        lookups = Lookups(options_of_environment().endpoint, cache.engine, agent.spec, name=cache.name)
+        lookups = Lookups(options.endpoint, cache.engine, agent.spec, name=cache.name)
         lookups.wait_connected(1.0)
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
             self.prefill = PrefillSide(
@@ -100,7 +100,7 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
                 lookups,
                 cache.layout,
                 after=lambda: cache.event(stream, and_current=True),
-                deadline_s=options_of_environment().handoff_deadline_s,
+                deadline_s=options.handoff_deadline_s,
             )
         log.info("transfer_backend_ready", engine=cache.name, attached=agent.attached)
 
