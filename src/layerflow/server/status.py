@@ -54,7 +54,7 @@ def status_of(server: ServerContext, settings: Settings, started_at: float, *, h
         ],
         "limits": settings.transfer.model_dump(),
         "pool": dataclasses.asdict(server.pool.statistics()),
-        "tier": None if server.tier is None or server.tier.tier is None else server.tier.tier.status(),
+        "tier": None if server.sources is None or server.sources.tier is None else server.sources.tier.status(),
         "handoffs": _handoffs(server, now),
         "peers": None if server.peers is None else server.peers.status(),
         "follows": {
