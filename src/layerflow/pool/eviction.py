@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from layerflow.errors import PoolError
 
@@ -41,7 +41,7 @@ class Evictable:
 ItemT = TypeVar("ItemT", bound=Evictable)
 
 
-class _Queue(Generic[ItemT]):
+class Queue(Generic[ItemT]):
     """Items in order, each of which knows its neighbours: no table of all of them has to be made anew when it is full,
     which would stop the loop for as long as there are items.
     """
@@ -94,6 +94,26 @@ class _Queue(Generic[ItemT]):
         return item
 
 
+class EvictionPolicy(Protocol[ItemT]):
+    """What the pool needs of an order in which objects go; see :class:`S3Fifo` for what each method does."""
+
+    def __len__(self) -> int: ...
+
+    def of_size(self, room: int) -> int: ...
+
+    def admit(self, item: ItemT) -> None: ...
+
+    def use(self, items: Iterable[ItemT]) -> None: ...
+
+    def park(self, items: Collection[ItemT]) -> None: ...
+
+    def unpark(self, items: Collection[ItemT]) -> None: ...
+
+    def victim(self) -> ItemT | None: ...
+
+    def validate(self) -> None: ...
+
+
 class S3Fifo(Generic[ItemT]):
     """The eviction order of the objects that may go.
 
@@ -101,8 +121,8 @@ class S3Fifo(Generic[ItemT]):
     """
 
     def __init__(self) -> None:
-        self._small: _Queue[ItemT] = _Queue()
-        self._main: _Queue[ItemT] = _Queue()
+        self._small: Queue[ItemT] = Queue()
+        self._main: Queue[ItemT] = Queue()
         self._ghosts: dict[bytes, int] = {}  # by key, which of all victims it was
         self._left: deque[bytes] = deque()  # the keys of the latest victims
         self._victims = 0

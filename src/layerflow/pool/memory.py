@@ -27,7 +27,7 @@ from layerflow.pool.base import (
 )
 from layerflow.pool.chunk_index import ANY_LENGTH
 from layerflow.pool.directory import Directory, DirectoryEntry, ObjectState
-from layerflow.pool.eviction import S3Fifo
+from layerflow.pool.eviction import EvictionPolicy, S3Fifo
 from layerflow.pool.slots import Slots
 from layerflow.presence import Presence, PresenceWriter
 
@@ -41,6 +41,20 @@ _LAST_GENERATION = (1 << 64) - 1
 _WORDS = np.arange(CHECKSUM_AT // 8)
 MANY = 48
 """So many headers are compared at once: of fewer, one by one is quicker."""
+
+
+class ObjectHeaders(Protocol):
+    """What marks objects in an arena; see :class:`Headers` for what each method does."""
+
+    def write(self, entry: DirectoryEntry) -> None: ...
+
+    def erase(self, offset: int) -> None: ...
+
+    def erase_before(self, offset: int, room: int) -> None: ...
+
+    def overwritten(self, entries: Sequence[DirectoryEntry]) -> list[bytes]: ...
+
+    def are_current(self, places: bytes) -> bool: ...
 
 
 class Headers:
@@ -122,9 +136,11 @@ class Room:
     :ivar policy: complete objects that nobody pins, in the order in which they would go.
     """
 
-    def __init__(self, nbytes: int, directory: Directory, headers: Headers) -> None:
+    def __init__(
+        self, nbytes: int, directory: Directory, headers: ObjectHeaders, policy: EvictionPolicy[DirectoryEntry]
+    ) -> None:
         self.slots = Slots(nbytes)
-        self.policy: S3Fifo[DirectoryEntry] = S3Fifo()
+        self.policy = policy
         self.evictions = self.evicted_bytes = 0
         self._directory = directory
         self._headers = headers
@@ -220,15 +236,25 @@ class MemoryPool:
 
     :param presence: a table to tell clients with; None = they are told nothing.
     :param lease_share: leases pin only while all pins are within this share of the room.
+    :param headers: of the objects; None = in the arena.
+    :param policy: in which order objects go; None = S3-FIFO.
     """
 
-    def __init__(self, arena: ArenaMemory, presence: PresenceWriter | None = None, *, lease_share: float = 1.0) -> None:
+    def __init__(
+        self,
+        arena: ArenaMemory,
+        presence: PresenceWriter | None = None,
+        *,
+        lease_share: float = 1.0,
+        headers: ObjectHeaders | None = None,
+        policy: EvictionPolicy[DirectoryEntry] | None = None,
+    ) -> None:
         self._lease_share = lease_share
         self._arena = arena
         self._view = arena.view
-        self._headers = Headers(arena.view)
+        self._headers = headers or Headers(arena.view)
         self._directory = Directory(arena.nbytes, presence)
-        self._room = Room(arena.nbytes, self._directory, self._headers)
+        self._room = Room(arena.nbytes, self._directory, self._headers, policy if policy is not None else S3Fifo())
         self._slots = self._room.slots
         self._policy = self._room.policy
         self._hits = self._misses = self._commits = self._full = self._revoked = self._hidden = 0

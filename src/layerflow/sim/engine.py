@@ -1,0 +1,564 @@
+"""A model of a serving engine: continuous batching with chunked prefill, over a KV cache of its own.
+
+A step takes one token of each request that decodes, then as many of prompts as its budget allows, the oldest first. A
+request is looked up when it is its turn. What it hits is loaded in its first step, layer by layer, or in bulk before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from layerflow.flow.cost import ComputeCost, LinkCost, Mode, ModeInputs, attention_pairs, choose
+from layerflow.keys import object_keys
+from layerflow.objects import object_bytes
+from layerflow.pool.base import NewObject
+from layerflow.sim.clock import VirtualClock
+from layerflow.sim.server import SimulatedServer, WantedLoad
+from layerflow.sim.trace import TracedRequest
+from layerflow.sim.worker import SimulatedLoads, SimulatedWorker
+from layerflow.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineModel:
+    """What an engine does by itself.
+
+    :param compute: of one layer, see :class:`layerflow.flow.cost.ComputeCost`.
+    :param link: what a worker's loads cost, to choose how a hit is used.
+    :param max_batched_tokens: of one step. :param max_running: requests at once.
+    :param cache_tokens: that the engine's own memory holds, prompts of ended requests among them; 0 = as many as it
+        runs, and nothing of a request that has ended.
+    :param step_seconds: of a step, beside its layers. :param loading_seconds: of a step that loads, more.
+    :param mode: ``"auto"``, ``"layerwise"`` or ``"bulk"``.
+    :param saves_tails: a prompt's last, partial chunk is stored too.
+    """
+
+    compute: ComputeCost
+    link: LinkCost
+    max_batched_tokens: int = 8192
+    max_running: int = 256
+    cache_tokens: int = 0
+    step_seconds: float = 0.0
+    loading_seconds: float = 0.0
+    mode: str = "auto"
+    saves_tails: bool = True
+    max_transfer_bytes: int = 64 << 20
+    step_timeout_s: float = 5.0
+    save_timeout_s: float = 30.0
+
+
+@dataclass(slots=True, eq=False)
+class RunningRequest:
+    """A request, and what became of it.
+
+    :ivar computed: tokens of which the engine has the KV.
+    :ivar local: tokens that its own cache had. :ivar hit: tokens that it loads from the pool, those before included.
+    :ivar hit_at_all: tokens that the pool had, loaded or not.
+    :ivar saved: full chunks that need not be stored any more.
+    :ivar exposed_s: how long its steps waited for loads.
+    :ivar first_token_at: seconds; negative = not yet.
+    """
+
+    request: TracedRequest
+    computed: int = 0
+    local: int = 0
+    hit: int = 0
+    hit_at_all: int = 0
+    saved: int = 0
+    generated: int = 0
+    exposed_s: float = 0.0
+    first_token_at: float = -1.0
+    recomputes: bool = False
+    load_failed: bool = False
+
+    @property
+    def prefills(self) -> bool:
+        """Is some of its prompt left to compute?"""
+        return self.computed < self.request.tokens
+
+    @property
+    def name(self) -> str:
+        """The request's, in steps."""
+        return str(self.request.number)
+
+
+class OwnCache:
+    """The engine's own KV cache: chunks of running requests, and those of ended ones until their room is needed.
+
+    :param tokens: that it holds; 0 = it is never full, and keeps nothing.
+    """
+
+    def __init__(self, tokens: int, chunk_tokens: int) -> None:
+        self._tokens, self._chunk = tokens, chunk_tokens
+        self._held: Counter[bytes] = Counter()
+        self._idle: OrderedDict[bytes, None] = OrderedDict()
+        self._private = 0
+
+    def match(self, request: TracedRequest) -> int:
+        """How many leading tokens of a prompt are here, one token left to compute."""
+        found = 0
+        for chunk in request.chunks:
+            if chunk not in self._held and chunk not in self._idle:
+                break
+            found += 1
+        return min(found * self._chunk, (request.tokens - 1) // self._chunk * self._chunk)
+
+    def hold(self, request: TracedRequest) -> bool:
+        """Take room for a request, until it ends; False: there is none now."""
+        if not self._tokens:
+            return True
+        private = self._own_tokens(request)
+        fresh = sum(chunk not in self._held for chunk in request.chunks)
+        held = len(self._held) * self._chunk + self._private
+        if held + fresh * self._chunk + private > self._tokens and self._held:
+            return False
+        for chunk in request.chunks:
+            self._idle.pop(chunk, None)
+        self._held.update(request.chunks)
+        self._private += private
+        while self._idle and (len(self._held) + len(self._idle)) * self._chunk + self._private > self._tokens:
+            self._idle.popitem(last=False)
+        return True
+
+    def end(self, request: TracedRequest) -> None:
+        """A request has ended: its prompt's chunks stay while there is room."""
+        if not self._tokens:
+            return
+        self._private -= self._own_tokens(request)
+        for chunk in reversed(request.chunks):  # the last ones go first
+            self._held[chunk] -= 1
+            if not self._held[chunk]:
+                del self._held[chunk]
+                self._idle[chunk] = None
+
+    def _own_tokens(self, request: TracedRequest) -> int:
+        return request.tokens - len(request.chunks) * self._chunk + request.output
+
+
+@dataclass(slots=True, eq=False)
+class ForwardPass:
+    """One step on its way through the layers.
+
+    :param work: requests, and how many tokens of each are computed.
+    :param layer_s: compute time of one layer.
+    :ivar asked_at: since when it waits for its layer's loads.
+    """
+
+    number: int
+    work: list[tuple[RunningRequest, int]]
+    layer_s: float
+    layer: int = 0
+    asked_at: float = 0.0
+    waits: bool = False
+    loads: list[tuple[SimulatedWorker, SimulatedLoads]] = field(default_factory=list)
+    loading: list[RunningRequest] = field(default_factory=list)
+    opened: list[SimulatedWorker] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Decodes:
+    """Steps one behind the other in which every request decodes, as long as none ends and none comes.
+
+    :param first_s: how long the first one takes. :param more_s: how much longer each takes than the one before.
+    """
+
+    began: float
+    first_s: float
+    more_s: float
+    steps: int
+
+    def end(self, steps: int) -> float:
+        """When so many have ended."""
+        return self.began + steps * self.first_s + steps * (steps - 1) / 2 * self.more_s
+
+    def under_way(self, now: float) -> int:
+        """How many have begun; the last one may have ended just now."""
+        steps = max(1, min(self.steps, math.ceil((now - self.began) / self.first_s)))
+        while steps > 1 and self.end(steps - 1) >= now:
+            steps -= 1
+        return steps
+
+
+class SimulatedEngine:
+    """One engine: its queue, its steps, and a worker for each tensor-parallel rank.
+
+    :param spec: of its first rank.
+    :param ended: told of each request that has ended.
+
+    :ivar exposed_s: how long its steps waited for loads, all together.
+    """
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        server: SimulatedServer,
+        spec: ModelSpec,
+        model: EngineModel,
+        *,
+        workers: Sequence[SimulatedWorker],
+        ended: Callable[[RunningRequest], None],
+    ) -> None:
+        self.exposed_s = 0.0
+        self.steps = 0
+        self._clock, self._server, self._spec, self._model = clock, server, spec, model
+        self.workers = workers
+        self._ended = ended
+        self._cache = OwnCache(model.cache_tokens, spec.chunk_tokens)
+        self._waiting: deque[RunningRequest] = deque()
+        self._running: list[RunningRequest] = []
+        self._in_bulk = 0
+        self._pass: ForwardPass | None = None
+        self._decodes: Decodes | None = None
+        self._numbers = 0
+        self._chunk = spec.chunk_tokens
+        self._bytes_per_token = (
+            sum(len(group.layers) * group.bytes_per_block / group.block_size for group in spec.groups) / spec.num_layers
+        )
+
+    @property
+    def load(self) -> int:
+        """Requests that are not done."""
+        return len(self._waiting) + len(self._running) + self._in_bulk
+
+    def submit(self, request: TracedRequest) -> None:
+        """A request has come."""
+        self._waiting.append(RunningRequest(request))
+        self._look_again()
+
+    # Scheduling ----------------------------------------------------------------------------------
+
+    def _look_again(self) -> None:
+        """Somebody waits: schedule once the step under way has ended."""
+        decodes = self._decodes
+        if decodes is None:
+            self._step()
+        elif (steps := decodes.under_way(self._clock.now)) < decodes.steps:
+            decodes.steps = steps
+            self._clock.at(decodes.end(steps), lambda: self._decoded(decodes, steps))
+
+    def _step(self) -> None:
+        if self._pass is not None or self._decodes is not None:
+            return
+        if not self._waiting and self._running and not any([each.prefills for each in self._running]):
+            self._decode()
+            return
+        work, loading = self._schedule()
+        if not work:
+            return
+        self.steps += 1
+        tokens = sum([n for _, n in work])
+        pairs = sum([attention_pairs(n, running.computed) for running, n in work])
+        cost = self._model.compute
+        self._numbers += 1
+        step = ForwardPass(self._numbers, work, cost.fixed + tokens * cost.token + pairs * cost.pair)
+        step.loading = loading
+        self._pass = step
+        self._open(step)
+        begin = self._clock.now + (self._model.loading_seconds if step.loads else 0.0)
+        if step.opened:
+            self._clock.at(begin, lambda: self._reach(step))
+        else:
+            took = self._spec.num_layers * step.layer_s + self._model.step_seconds
+            self._clock.at(begin + took, lambda: self._end(step))
+
+    def _decode(self) -> None:
+        """Every request takes a token a step, until the first has all of its tokens."""
+        running, model, cost = self._running, self._model, self._model.compute
+        count, layers = len(running), self._spec.num_layers
+        pairs = sum([attention_pairs(1, each.computed) for each in running])
+        first_s = layers * (cost.fixed + count * cost.token + pairs * cost.pair) + model.step_seconds
+        steps = min([each.request.output - each.generated for each in running])
+        decodes = self._decodes = Decodes(self._clock.now, first_s, layers * count * cost.pair, steps)
+        self._clock.at(decodes.end(steps), lambda: self._decoded(decodes, steps))
+
+    def _decoded(self, decodes: Decodes, steps: int) -> None:
+        if self._decodes is not decodes or decodes.steps != steps:
+            return  # fewer were made since
+        self._decodes = None
+        self.steps += steps
+        for running in self._running:
+            running.computed += steps
+            running.generated += steps
+        self._end_requests()
+        self._step()
+
+    def _schedule(self) -> tuple[list[tuple[RunningRequest, int]], list[RunningRequest]]:
+        """What the next step computes, and the requests whose hits it loads."""
+        budget = self._model.max_batched_tokens
+        work: list[tuple[RunningRequest, int]] = []
+        for running in self._running:
+            tokens = min(budget, running.request.tokens - running.computed if running.prefills else 1)
+            if tokens:
+                work.append((running, tokens))
+                budget -= tokens
+        loading: list[RunningRequest] = []
+        while self._waiting and budget > 0 and len(self._running) + self._in_bulk < self._model.max_running:
+            first = self._waiting[0]
+            if not first.recomputes:
+                if not self._cache.hold(first.request):
+                    break
+                mode = self._look_up(first)
+                if mode is Mode.BULK:
+                    self._waiting.popleft()
+                    self._load_in_bulk(first)
+                    continue
+                if mode is Mode.LAYERWISE:
+                    loading.append(first)
+            self._waiting.popleft()
+            self._running.append(first)
+            first.computed = max(first.local, first.hit)
+            tokens = min(budget, first.request.tokens - first.computed)
+            work.append((first, tokens))
+            budget -= tokens
+        return work, loading
+
+    def _look_up(self, running: RunningRequest) -> Mode:
+        """How a request's hit is used; RECOMPUTE where there is none."""
+        request, server, spec = running.request, self._server, self._spec
+        running.local = self._cache_match(request)
+        running.saved = running.local // self._chunk
+        hit = server.lookup(spec, request.chunks, request.tokens, request.tail)
+        tokens = hit.tokens
+        for end, position in hit.ends(spec, request.tokens):
+            tail = hit.tails[position] if position >= 0 else None
+            if tail is None or (tail.chunk == len(request.chunks) and tail.digest == request.tail):
+                tokens = max(tokens, end)
+        running.hit_at_all = tokens
+        if tokens <= running.local:
+            return Mode.RECOMPUTE
+        mode = self._choose(tokens, request.tokens)
+        if mode is not Mode.RECOMPUTE:
+            running.hit = tokens
+            running.saved = max(running.saved, tokens // self._chunk)
+            server.lease(self._lease(running), [key for load in self._wanted(running, None) for key in load.keys])
+        return mode
+
+    def _cache_match(self, request: TracedRequest) -> int:
+        return self._cache.match(request) if self._model.cache_tokens else 0
+
+    def _choose(self, hit: int, prompt: int) -> Mode:
+        model = self._model
+        if model.mode != "auto":
+            return Mode(model.mode)
+        return choose(
+            ModeInputs(
+                hit_tokens=hit,
+                new_tokens=prompt - hit,
+                layers=self._spec.num_layers,
+                bytes_per_token=self._bytes_per_token,
+                link=model.link,
+                compute=model.compute,
+                step_seconds=model.loading_seconds,
+                max_transfer_bytes=model.max_transfer_bytes,
+            )
+        )
+
+    # Steps ---------------------------------------------------------------------------------------
+
+    def _lease(self, running: RunningRequest) -> tuple[str, int, int]:
+        return ("hit", id(self), running.request.number)
+
+    def _wanted(self, running: RunningRequest, worker: SimulatedWorker | None) -> list[WantedLoad]:
+        """What is loaded of a request's hit, for one worker or for all."""
+        request, chunk = running.request, self._chunk
+        first, last = running.local // chunk, -(-running.hit // chunk)
+        digests = [*request.chunks[first:last]]
+        if last > len(request.chunks):
+            digests.append(request.tail)
+        wanted = []
+        for group, spec in enumerate(self._spec.groups):
+            size = spec.block_size
+            for each in [worker] if worker is not None else self.workers:
+                keys = object_keys(digests, (group,), (each.spec.shard,))
+                counts = [-(-min(chunk, running.hit - at * chunk) // size) for at in range(first, first + len(digests))]
+                wanted.append(WantedLoad(running.name, self._lease(running), group, tuple(keys), tuple(counts)))
+        return wanted
+
+    def _new_objects(self, running: RunningRequest, tokens: int, worker: SimulatedWorker) -> list[list[NewObject]]:
+        """By group, the objects of a request that a step completes which computes so many of its tokens."""
+        request, chunk = running.request, self._chunk
+        upto = min((running.computed + tokens) // chunk, len(request.chunks))
+        chunks = request.chunks[running.saved : upto]
+        ends = running.computed + tokens == request.tokens
+        tail = request.tail if ends and self._model.saves_tails else b""
+        by_group: list[list[NewObject]] = []
+        for group, spec in enumerate(self._spec.groups):
+            blocks = len(spec.rules.keep(chunk))
+            shard = (worker.spec.shard,)
+            objects = [
+                NewObject(key, object_bytes(spec, blocks), blocks, chunk)
+                for key in object_keys(chunks, (group,), shard)
+            ]
+            if tail:
+                left = request.tokens - len(request.chunks) * chunk
+                parent = request.chunks[-1] if request.chunks else b""
+                if parent:
+                    key, above = object_keys((tail, parent), (group,), shard)
+                    held = len(spec.rules.keep(left))
+                    objects.append(NewObject(key, object_bytes(spec, held), held, left, above))
+            by_group.append(objects)
+        return by_group
+
+    def _open(self, step: ForwardPass) -> None:
+        """Tell the server of what the step loads and saves, if anything."""
+        saving = [(running, tokens) for running, tokens in step.work if running.prefills]
+        for worker in self.workers:
+            saves = [
+                (running.name, group, objects)
+                for running, tokens in saving
+                for group, objects in enumerate(self._new_objects(running, tokens, worker))
+                if objects
+            ]
+            loads = [load for running in step.loading for load in self._wanted(running, worker)]
+            if (loads or saves) and self._open_at(worker, step.number, step.loading, loads, saves):
+                step.opened.append(worker)
+                if loads:
+                    moving = self._load(worker, step.number, loads, self._server.loads_over, lambda: self._look(step))
+                    step.loads.append((worker, moving))
+        for running, tokens in saving:
+            done = min((running.computed + tokens) // self._chunk, len(running.request.chunks))
+            running.saved = max(running.saved, done)
+        for running in step.loading:
+            self._server.release(self._lease(running))
+
+    def _open_at(
+        self,
+        worker: SimulatedWorker,
+        step: int,
+        loading: Sequence[RunningRequest],
+        loads: Sequence[WantedLoad],
+        saves: Sequence[tuple[str, int, list[NewObject]]],
+    ) -> bool:
+        """Open a step of one worker; False: what it was to load is not there, and its requests' loads have failed."""
+        now, model = self._clock.now, self._model
+        names = {running.name: running for running in loading}
+
+        def failed(request: str) -> None:
+            names[request].load_failed = True
+
+        opened = self._server.open_step(
+            worker,
+            step,
+            loads=loads,
+            saves=saves,
+            deadline=now + model.step_timeout_s,
+            save_deadline=now + model.save_timeout_s,
+            failed=failed,
+        )
+        if not opened:
+            for running in loading:
+                running.load_failed = True
+        return opened
+
+    def _load(
+        self,
+        worker: SimulatedWorker,
+        step: int,
+        loads: Sequence[WantedLoad],
+        over: Callable[[SimulatedWorker, SimulatedLoads], None],
+        layer_ready: Callable[[], None],
+    ) -> SimulatedLoads:
+        """Let a worker begin to move what a step loads."""
+        blocks: Counter[int] = Counter()
+        for load in loads:
+            blocks[load.group] += sum(load.blocks)
+        deadline = self._clock.now + self._model.step_timeout_s
+        return worker.load(step, blocks, deadline, over=lambda moved: over(worker, moved), layer_ready=layer_ready)
+
+    def _reach(self, step: ForwardPass) -> None:
+        """The pass has come to its next layer, which may have to wait for its loads."""
+        step.asked_at, step.waits = self._clock.now, True
+        for worker, loads in step.loads:
+            worker.advance(loads, step.layer)
+        self._look(step)
+
+    def _look(self, step: ForwardPass) -> None:
+        """Go on, if the layer that is waited for is in place, or will never be."""
+        if not step.waits or any(loads.ready <= step.layer and not loads.cut_off for _, loads in step.loads):
+            return
+        step.waits = False
+        waited = self._clock.now - step.asked_at
+        if waited:
+            self.exposed_s += waited
+            for running in step.loading:
+                running.exposed_s += waited
+        self._clock.at(self._clock.now + step.layer_s, lambda: self._computed(step))
+
+    def _computed(self, step: ForwardPass) -> None:
+        step.layer += 1
+        for worker in step.opened:
+            worker.computed(step.number, step.layer)
+        if step.layer < self._spec.num_layers:
+            self._reach(step)
+        else:
+            self._clock.at(self._clock.now + self._model.step_seconds, lambda: self._end(step))
+
+    def _end(self, step: ForwardPass) -> None:
+        now = self._clock.now
+        for worker in step.opened:
+            self._server.close_step(worker, step.number)
+        self._pass = None
+        for running, tokens in step.work:
+            if running.load_failed:
+                running.load_failed, running.recomputes = False, True
+                running.hit, running.computed = 0, running.local
+                running.saved = running.local // self._chunk
+                continue
+            running.computed += tokens
+            if running.computed < running.request.tokens:
+                continue
+            if running.first_token_at < 0:
+                running.first_token_at = now
+            running.generated += 1
+        self._end_requests()
+        self._step()
+
+    def _end_requests(self) -> None:
+        ended = [running for running in self._running if running.generated >= running.request.output]
+        if ended:
+            self._running = [running for running in self._running if running.generated < running.request.output]
+            for running in ended:
+                self._cache.end(running.request)
+                self._ended(running)
+
+    # Loads before a request's first step ---------------------------------------------------------
+
+    def _load_in_bulk(self, running: RunningRequest) -> None:
+        self._numbers += 1
+        self._in_bulk += 1
+        number, pending = self._numbers, 1
+
+        def over(worker: SimulatedWorker, loads: SimulatedLoads) -> None:
+            self._server.loads_over(worker, loads)
+            one_less()
+
+        def one_less() -> None:
+            nonlocal pending
+            pending -= 1
+            if not pending:
+                self._loaded(running)
+
+        for worker in self.workers:
+            loads = self._wanted(running, worker)
+            if self._open_at(worker, number, [running], loads, ()):
+                pending += 1
+                self._load(worker, number, loads, over, _nothing)
+                self._server.close_step(worker, number)
+        self._server.release(self._lease(running))
+        self._clock.at(self._clock.now, one_less)
+
+    def _loaded(self, running: RunningRequest) -> None:
+        self._in_bulk -= 1
+        running.recomputes = True  # it is not looked up again
+        if running.load_failed:
+            running.load_failed, running.hit = False, 0
+            running.saved = running.local // self._chunk
+        self._waiting.appendleft(running)
+        self._look_again()
+
+
+def _nothing() -> None:
+    """Nobody waits for a layer of a load before its step."""
