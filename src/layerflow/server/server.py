@@ -209,7 +209,7 @@ class Server:
             from layerflow.server.sources import ObjectSources  # noqa: PLC0415 - most servers have none
 
             source = self.peers.source if self.peers is not None else None
-            sources = self.driver.tier = ObjectSources(settings.pool, self.tier, source)
+            sources = self.driver.sources = ObjectSources(settings.pool, self.tier, source)
         self._server_context = ServerContext(
             pool=self.pool,
             driver=self.driver,
@@ -226,7 +226,7 @@ class Server:
             pd=lambda: self.settings.pd,
             plans=PinnedHits(self.pool),
             incarnation=secrets.randbits(62) + 1,
-            tier=sources,
+            sources=sources,
             mailboxes=self.mailboxes,
             peers=self.peers,
             direct=bool(terms.direct_options(settings)),

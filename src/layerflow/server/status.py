@@ -62,7 +62,7 @@ def status_of(
         "limits": settings.transfer.model_dump(),
         "config": None if file is None else _file(file),
         "pool": dataclasses.asdict(server.pool.statistics()),
-        "tier": None if server.tier is None or server.tier.tier is None else server.tier.tier.status(),
+        "tier": None if server.sources is None or server.sources.tier is None else server.sources.tier.status(),
         "handoffs": _handoffs(server, now),
         "peers": None if server.peers is None else server.peers.status(),
         "follows": {
