@@ -39,6 +39,17 @@ if not _is_installed("sglang"):
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which is not in every environment of tests
+CAMPAIGN_S = 3600
+"""A campaign may take so long where it does not say otherwise."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is too long for every day has the time that it needs."""
+    for item in items:
+        if item.get_closest_marker("campaign") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(CAMPAIGN_S))
+
+
 def pytest_xdist_auto_num_workers() -> int:
     """``-n auto``: three for two cores, since tests wait for a third of their time."""
     return len(os.sched_getaffinity(0)) * 3 // 2
