@@ -32,7 +32,7 @@ class ServerContext:
     :param handoffs: what is kept for decode engines.
     :param pd: the settings of prefill and decode apart.
     :param lease_s: how long leases usually last.
-    :param tier: where objects come from that are not in the pool; None = nowhere.
+    :param sources: where objects come from that are not in the pool; None = nowhere.
     :param peers: servers that read here, and that are read from; None = there are none.
     :param direct: engine workers may move bytes past the arena.
     :param draining: the server takes no new work.
@@ -56,7 +56,7 @@ class ServerContext:
     lease_s: Callable[[], float]
     mailboxes: Mailboxes
     log_limit: LogRateLimiter = field(default_factory=LogRateLimiter)
-    tier: ObjectSources | None = None
+    sources: ObjectSources | None = None
     peers: Peers | None = None
     direct: bool = False
     draining: bool = False
