@@ -3,10 +3,11 @@
 import json
 
 import pytest
-from sizing.models import MODELS
 
 from layerflow.errors import ConfigError
+from layerflow.pool.slots import Slots
 from layerflow.sizing import capacity_of, model_of, read_config, shape_of
+from sizing.models import MODELS
 
 BF16 = 2
 
@@ -109,7 +110,19 @@ def test_partial_chunks_count_whole_blocks():
     capacity = sized("Llama-3.1-8B")
     block = 16 * 32 * 2 * 8 * 128 * BF16
     assert capacity.prompt_bytes(257) - capacity.prompt_bytes(256) == block + 64
-    assert capacity.tokens_in(capacity.prompt_bytes(256 * 1000)) == 256 * 1000
+
+
+@pytest.mark.parametrize("arena_bytes", [8 << 30, 100 << 30])
+@pytest.mark.parametrize("tp", [1, 8])
+@pytest.mark.parametrize("name", MODELS)
+def test_an_arena_holds_what_is_told_of_it(name, tp, arena_bytes):
+    """The server's own allocator, filled chunk by chunk."""
+    capacity, slots, chunks = sized(name, tp=tp), Slots(arena_bytes), 0
+    sizes = [(size.chunk_bytes // size.copies, size.copies) for size in capacity.groups]
+    while all(len(slots.alloc(nbytes, copies)) == copies for nbytes, copies in sizes):
+        chunks += 1
+    # Where objects are of several sizes, each size's last extent is not full.
+    assert 0.92 < chunks * capacity.chunk_tokens / capacity.tokens_in(arena_bytes) < 1.01
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -28,6 +28,8 @@ from vllm.model_executor.models import ModelRegistry
 from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec
 
 STATES = {
+    # Its own class calls the same functions, but is loaded only where torchvision is.
+    "Qwen3.5": "Qwen3NextForCausalLM",
     "Qwen3-Next-80B-A3B": "Qwen3NextForCausalLM",
     "Granite-4.0-H-Small": "GraniteMoeHybridForCausalLM",
     "Nemotron-H": "NemotronHForCausalLM",
@@ -35,6 +37,12 @@ STATES = {
 }
 HYBRIDS = {
     **MODELS,
+    "Qwen3.5": {
+        "model_type": "qwen3_5_text", "num_hidden_layers": 8, "full_attention_interval": 4, "num_attention_heads": 16,
+        "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+        "mamba_ssm_dtype": "float32", "torch_dtype": "bfloat16",
+    },
     "Nemotron-H": {
         "model_type": "nemotron_h", "hybrid_override_pattern": "M-M-M-M*-M-M-M*-", "num_attention_heads": 40,
         "num_key_value_heads": 8, "head_dim": 128, "mamba_num_heads": 128, "mamba_head_dim": 80, "n_groups": 8,
@@ -51,7 +59,7 @@ HYBRIDS = {
 def told(config: dict[str, Any], tp: int) -> Any:
     """As much of vLLM's configuration as a model's class looks at."""
     fields = SimpleNamespace(**config)
-    matrix = "float32" if config["model_type"] == "nemotron_h" else "auto"
+    matrix = "float32" if config["model_type"] in ("nemotron_h", "qwen3_5_text") else "auto"
     return SimpleNamespace(
         model_config=SimpleNamespace(hf_config=fields, hf_text_config=fields, dtype=torch.bfloat16),
         parallel_config=SimpleNamespace(tensor_parallel_size=tp),

@@ -88,6 +88,8 @@ def plan(
     if (model is None) == (table is None):
         raise ConfigError("give a model's folder with --model, or a file of models with --table")
     if table is not None:
+        if json_file is not None:
+            raise ConfigError("--table prints Markdown; leave --json out")
         rows = [
             (
                 name,
@@ -246,7 +248,7 @@ def _result(
         "arena": {
             "bytes": file.settings.pool.size,
             "tokens": held,
-            "prompts": file.settings.pool.size // capacity.prompt_bytes(tokens),
+            "prompts": capacity.prompts_in(file.settings.pool.size, tokens),
             "hours": held / traffic / _HOUR_S if traffic else None,
         },
         "break_even": None
@@ -261,7 +263,7 @@ def _result(
         "descriptors": file.descriptors,
         "window_bytes": file.window_bytes,
         "granted_bytes": file.granted_bytes,
-        "settings": [dataclasses.asdict(line) for line in file.lines],
+        "settings": [dataclasses.asdict(line) | {"value": line.value.strip('"')} for line in file.lines],
     }
 
 
@@ -279,6 +281,6 @@ def _markdown(rows: list[tuple[str, Mapping[str, Any], Capacity]], arena_bytes: 
         told = f"[{name}](https://huggingface.co/{entry['source']})" if entry.get("source") else name
         lines.append(
             f"| {told} | {caches} | {_kib(capacity.token_bytes)} | {size_text(prompt)} | "
-            f"{size_text(capacity.load_bytes(tokens))} | {arena_bytes // prompt:,} |"
+            f"{size_text(capacity.load_bytes(tokens))} | {capacity.prompts_in(arena_bytes, tokens):,} |"
         )
     return "\n".join(lines)

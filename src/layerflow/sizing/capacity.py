@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from layerflow.boxes import worker_box
 from layerflow.objects import object_bytes
+from layerflow.pool.slots import Slots
 from layerflow.sizing.shapes import Shape, model_of
 from layerflow.spec import GroupSpec, ModelSpec
 
@@ -88,14 +89,28 @@ class Capacity:
         """
         return max(sum(_loaded(group, tokens) for group in stage.groups) for stage in self.stages)
 
-    def tokens_in(self, nbytes: int) -> int:
-        """Tokens of long prompts that so many bytes hold."""
-        return int(nbytes / self.token_bytes) // self.chunk_tokens * self.chunk_tokens
+    def tokens_in(self, arena_bytes: int) -> int:
+        """Tokens of long prompts that an arena of so many bytes holds, with what its allocator leaves unused."""
+        slots = Slots(arena_bytes)
+        chunk = sum(
+            _copies(stage, number) * slots.footprint(self._object_bytes(stage, number, self.chunk_tokens))
+            for stage in self.stages
+            for number in range(len(stage.groups))
+        )
+        return int(slots.capacity_bytes / chunk) * self.chunk_tokens
+
+    def prompts_in(self, arena_bytes: int, tokens: int) -> int:
+        """Prompts of so many tokens that such an arena holds."""
+        return self.tokens_in(arena_bytes) // (-(-tokens // self.chunk_tokens) * self.chunk_tokens)
 
     def _stored(self, number: int, tokens: int) -> int:
         """Bytes of the objects of one chunk with so many tokens in a group: all stages, each part once."""
-        blocks = len(self.stages[0].groups[number].rules.keep(tokens))
-        return sum(object_bytes(stage.groups[number], blocks) * _copies(stage, number) for stage in self.stages)
+        return sum(self._object_bytes(stage, number, tokens) * _copies(stage, number) for stage in self.stages)
+
+    @staticmethod
+    def _object_bytes(stage: ModelSpec, number: int, tokens: int) -> int:
+        group = stage.groups[number]
+        return object_bytes(group, len(group.rules.keep(tokens)))
 
 
 def capacity_of(shape: Shape, *, tp: int = 1, pp: int = 1, block_tokens: int, chunk_tokens: int = 0) -> Capacity:

@@ -75,7 +75,7 @@ def planned_file(
     :raises ConfigError: the arena holds not even one such prompt.
     """
     prompt = capacity.prompt_bytes(prompt_tokens)
-    if arena_bytes < 2 * prompt:
+    if capacity.prompts_in(arena_bytes, prompt_tokens) < 2:
         raise ConfigError(
             f"--ram {format_size(arena_bytes)} does not hold two prompts of {prompt_tokens:,} tokens, which take "
             f"{size_text(prompt)} each: one is saved while another is read; give more, or a shorter --prompt"
@@ -121,8 +121,8 @@ def _lines(
         "pool",
         "size",
         f'"{format_size(arena_bytes)}"',
-        f"{capacity.tokens_in(arena_bytes):,} tokens: {arena_bytes // prompt:,} prompts of {name}, "
-        f"{size_text(prompt)} each",
+        f"{capacity.tokens_in(arena_bytes):,} tokens: {capacity.prompts_in(arena_bytes, prompt_tokens):,} prompts of "
+        f"{name}, {size_text(prompt)} each",
     )
     huge = arena_bytes >= _WORTH_HUGE_PAGES
     yield Line(
@@ -134,7 +134,7 @@ def _lines(
         if huge
         else f"tables for pages of 4 KiB take {size_text(max(1 << 20, arena_bytes // 512))} of each GPU: not worth it",
     )
-    waiting = int(arena_bytes * pool.lease_share) // prompt
+    waiting = int(capacity.prompts_in(arena_bytes, prompt_tokens) * pool.lease_share)
     yield Line(
         "pool",
         "lease_share",
