@@ -38,7 +38,6 @@ if not _is_installed("sglang"):
     collect_ignore.append("sglang")
 
 
-@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which is not in every environment of tests
 CAMPAIGN_S = 3600
 """A campaign may take so long where it does not say otherwise."""
 
@@ -50,6 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(CAMPAIGN_S))
 
 
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which is not in every environment of tests
 def pytest_xdist_auto_num_workers() -> int:
     """``-n auto``: three for two cores, since tests wait for a third of their time."""
     return len(os.sched_getaffinity(0)) * 3 // 2

@@ -17,6 +17,7 @@ from layerflow_cli.commands.plan import plan
 from layerflow_cli.commands.proxy import proxy
 from layerflow_cli.commands.purge import purge
 from layerflow_cli.commands.run import run
+from layerflow_cli.commands.simulate import simulate
 from layerflow_cli.commands.status import status
 from layerflow_cli.errors import EXIT_TERMINATED, LayerflowGroup
 
@@ -36,6 +37,7 @@ app.command(short_help="Show a running server's state.")(status)
 app.command(short_help="Empty a running server's pool.")(purge)
 app.command(short_help="Print every setting, or check or start a file.")(config)
 app.command(short_help="Size a model's cache, and plan settings for it.")(plan)
+app.command(short_help="Replay a trace under another configuration.")(simulate)
 app.command(short_help="Check a configuration on this machine.")(doctor)
 app.command(short_help="Show layer-wise beside bulk loading.")(demo)
 app.add_typer(bench)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from layerflow.errors import ConfigError
+from layerflow_cli.machine import layer_cost, link_cost
 from layerflow_cli.options import JsonFile
 
 if TYPE_CHECKING:
-    from layerflow.flow.cost import ComputeCost, LinkCost
     from layerflow.sizing import Capacity, PlannedFile, Race
 
 _HOUR_S = 3600
@@ -105,9 +105,9 @@ def plan(
     assert model is not None
     shape = shape_of(read_config(model), kv_dtype, like, state_dtype=state_dtype)
     capacity = capacity_of(shape, tp=tp, pp=pp, block_tokens=block_size, chunk_tokens=chunk_tokens)
-    speed = _link(link, link_latency_us)
+    speed = link_cost(link, link_latency_us)
     file = planned_file(capacity, arena_bytes=arena_bytes, prompt_tokens=tokens, link=speed, engines=engines)
-    compute = _compute(capacity, flops, active_params, layer_us)
+    compute = layer_cost(capacity, flops, active_params, layer_us)
     if compute is not None and speed is None:
         raise ConfigError("a break-even length needs a link too: give --link, e.g. --link 25GB/s")
     found = None
@@ -134,40 +134,6 @@ def _models(path: Path) -> dict[str, Any]:
     ):
         raise ConfigError(f'--table {path}: should be {{"NAME": {{"config": {{...}}, "source": "where it is from"}}}}')
     return found
-
-
-def _link(text: str | None, latency_us: float) -> LinkCost | None:
-    from layerflow.config.fields import parse_size  # noqa: PLC0415
-    from layerflow.flow.cost import LinkCost  # noqa: PLC0415
-
-    if text is None:
-        return None
-    rate, per, unit = text.partition("/")
-    if per and unit.strip() != "s":
-        raise ConfigError(f"--link {text}: write bytes a second, e.g. 25GB/s")
-    bandwidth = parse_size(rate)
-    if not bandwidth:
-        raise ConfigError(f"--link {text}: a link moves something")
-    return LinkCost(float(bandwidth), latency_us * 1e-6)
-
-
-def _compute(
-    capacity: Capacity, flops: float | None, active_params: float | None, layer_us: float | None
-) -> ComputeCost | None:
-    from layerflow.flow.cost import ComputeCost  # noqa: PLC0415
-    from layerflow.sizing.break_even import compute_cost  # noqa: PLC0415
-
-    if layer_us is not None:
-        if flops is not None or active_params is not None:
-            raise ConfigError("--layer-us and --flops tell the same; give one")
-        return ComputeCost(0.0, layer_us * 1e-6, 0.0)
-    if flops is None and active_params is None:
-        return None
-    if flops is None or active_params is None:
-        raise ConfigError(
-            "--flops and --active-params belong together: operations a second, and weights that a token passes"
-        )
-    return compute_cost(capacity, flops, active_params)
 
 
 def _caches(capacity: Capacity) -> Iterator[tuple[str, float]]:

@@ -1,4 +1,4 @@
-"""How many tokens a pool of each size would have hit: a trace through the real directory and its eviction, without time.
+"""How many tokens a pool of each size would have hit: a trace through the real directory and eviction, without time.
 
 Each request is looked up, and then stored as a whole. So what two requests at once would both compute counts as hit,
 and what waits for a link counts as stored; :class:`layerflow.sim.simulation.Simulation` knows better, and takes longer.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -32,7 +33,7 @@ NEAR_BEST = 0.98
 SALTS = 4
 """So many samples, each of other chunks, tell the error of a sampled curve."""
 
-_SPREAD = 0x9E3779B97F4A7C15
+_CRCS = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +69,13 @@ def hit_curve(
     :param sample: one in so many chunks is looked at.
     :param skip: so large a share of the requests fills the pool and is not counted.
     """
-    counted = trace.requests[int(len(trace.requests) * skip) :]
-    first, tokens = len(trace.requests) - len(counted), sum(request.tokens for request in counted)
+    first = int(len(trace.requests) * skip)
+    tokens = sum(request.tokens for request in trace.requests[first:])
+    samples = [_Sample(trace, first, sample, salt) for salt in range(SALTS if sample > 1 else 1)]
     for size in sizes:
-        rates = [
-            _replay(trace, spec, size // sample, eviction(), first, sample=sample, salt=salt) * sample
-            for salt in range(SALTS if sample > 1 else 1)
-        ]
-        error = statistics.stdev(rates) / math.sqrt(len(rates)) / tokens if len(rates) > 1 else 0.0
-        yield CurvePoint(size, round(min(tokens, statistics.fmean(rates))), tokens, error)
+        hits = [_replay(taken, spec, size // sample, eviction(), first) * sample for taken in samples]
+        error = statistics.stdev(hits) / math.sqrt(len(hits)) / tokens if len(hits) > 1 and tokens else 0.0
+        yield CurvePoint(size, round(min(tokens, max(0.0, statistics.fmean(hits)))), tokens, error)
 
 
 def knee(points: Sequence[CurvePoint]) -> CurvePoint:
@@ -85,29 +84,39 @@ def knee(points: Sequence[CurvePoint]) -> CurvePoint:
     return min((point for point in points if point.hit_rate >= NEAR_BEST * best), key=lambda point: point.arena_bytes)
 
 
+class _Sample:
+    """The chunks of each request that are looked at.
+
+    :ivar lacking: how many references the counted requests have too few of them, to be their share of all.
+    """
+
+    def __init__(self, trace: RequestTrace, first: int, sample: int, salt: int) -> None:
+        self.requests = [(request.tokens, _sampled(request, sample, salt)) for request in trace.requests]
+        self.lacking = sum(
+            len(request.chunks) / sample - len(chunks)
+            for request, (_, chunks) in zip(trace.requests[first:], self.requests[first:], strict=True)
+        )
+
+
+def _sampled(request: TracedRequest, sample: int, salt: int) -> Sequence[bytes]:
+    if sample == 1:
+        return request.chunks
+    return [chunk for chunk in request.chunks if zlib.crc32(chunk, salt) * sample < _CRCS]
+
+
 def _replay(
-    trace: RequestTrace,
-    spec: ModelSpec,
-    arena_bytes: int,
-    policy: EvictionPolicy[DirectoryEntry],
-    first: int,
-    *,
-    sample: int,
-    salt: int,
-) -> int:
+    sample: _Sample, spec: ModelSpec, arena_bytes: int, policy: EvictionPolicy[DirectoryEntry], first: int
+) -> float:
     """Tokens hit from request number `first` of the trace on, as far as chunks are sampled."""
     pool = MemoryPool(SimulatedArena(arena_bytes), headers=SimulatedHeaders(), policy=policy)
-    chunk, shards = spec.chunk_tokens, spec.shard.peers()
-    groups = range(len(spec.groups))
+    chunk, groups, shards = spec.chunk_tokens, range(len(spec.groups)), spec.shard.peers()
     each = len(groups) * len(shards)
-    sizes = [(object_bytes(group, blocks), blocks) for group in spec.groups for blocks in [len(group.rules.keep(chunk))]]
-    shapes = [shape for shape in sizes for _ in shards]
-    hit_tokens = 0
-    lacking = 0.0  # references, to their share of all
-    for number, request in enumerate(trace.requests):
-        chunks = _sampled(request, sample, salt)
-        if number >= first:
-            lacking += len(request.chunks) / sample - len(chunks)
+    counts = [len(group.rules.keep(chunk)) for group in spec.groups]
+    shapes = [
+        (object_bytes(group, blocks), blocks) for group, blocks in zip(spec.groups, counts, strict=True) for _ in shards
+    ]
+    hit_tokens = sample.lacking * chunk
+    for number, (tokens, chunks) in enumerate(sample.requests):
         if not chunks:
             continue
         keys = object_keys(chunks, groups, shards)
@@ -117,22 +126,11 @@ def _replay(
             pool.lease(keys[: found * each], "hit", math.inf)
             pool.release("hit")
         if number >= first:
-            hit_tokens += min(found * chunk, request.tokens - 1)
+            hit_tokens += min(found * chunk, tokens - 1)
         objects = [NewObject(key, *shapes[at % each], chunk) for at, key in enumerate(keys)][found * each :]
         reserved = pool.reserve(objects, "save")
         pool.commit(
             [new.key for new, room in zip(objects, reserved, strict=True) if room.outcome is ReserveStatus.RESERVED],
             "save",
         )
-    return hit_tokens + round(lacking * chunk)
-
-
-def _sampled(request: TracedRequest, sample: int, salt: int) -> Sequence[bytes]:
-    if sample == 1:
-        return request.chunks
-    below = (1 << 64) // sample
-    return [
-        chunk
-        for chunk in request.chunks
-        if (int.from_bytes(chunk[8:], "little") + 1) * (_SPREAD + 2 * salt) % (1 << 64) < below
-    ]
+    return hit_tokens

@@ -59,7 +59,7 @@ class RunningRequest:
     :ivar hit_at_all: tokens that the pool had, loaded or not.
     :ivar saved: full chunks that need not be stored any more.
     :ivar exposed_s: how long its steps waited for loads.
-    :ivar first_token_at: seconds; negative = not yet.
+    :ivar first_token_at: seconds, as :attr:`ended_at`; negative = not yet.
     """
 
     request: TracedRequest
@@ -71,6 +71,7 @@ class RunningRequest:
     generated: int = 0
     exposed_s: float = 0.0
     first_token_at: float = -1.0
+    ended_at: float = -1.0
     recomputes: bool = False
     load_failed: bool = False
 
@@ -95,33 +96,36 @@ class OwnCache:
         self._tokens, self._chunk = tokens, chunk_tokens
         self._held: Counter[bytes] = Counter()
         self._idle: OrderedDict[bytes, None] = OrderedDict()
+        self._computed: set[bytes] = set()
         self._private = 0
 
-    def match(self, request: TracedRequest) -> int:
-        """How many leading tokens of a prompt are here, one token left to compute."""
-        found = 0
-        for chunk in request.chunks:
-            if chunk not in self._held and chunk not in self._idle:
-                break
-            found += 1
-        return min(found * self._chunk, (request.tokens - 1) // self._chunk * self._chunk)
+    def hold(self, request: TracedRequest) -> int | None:
+        """Take room for a request, until it ends; None: there is none now.
 
-    def hold(self, request: TracedRequest) -> bool:
-        """Take room for a request, until it ends; False: there is none now."""
+        :returns: how many of its leading tokens are here, one left to compute.
+        """
         if not self._tokens:
-            return True
+            return 0
         private = self._own_tokens(request)
         fresh = sum(chunk not in self._held for chunk in request.chunks)
         held = len(self._held) * self._chunk + self._private
         if held + fresh * self._chunk + private > self._tokens and self._held:
-            return False
+            return None
+        found = next(
+            (at for at, chunk in enumerate(request.chunks) if chunk not in self._computed), len(request.chunks)
+        )
         for chunk in request.chunks:
             self._idle.pop(chunk, None)
         self._held.update(request.chunks)
         self._private += private
         while self._idle and (len(self._held) + len(self._idle)) * self._chunk + self._private > self._tokens:
-            self._idle.popitem(last=False)
-        return True
+            self._computed.discard(self._idle.popitem(last=False)[0])
+        return min(found * self._chunk, (request.tokens - 1) // self._chunk * self._chunk)
+
+    def computed(self, request: TracedRequest, tokens: int) -> None:
+        """So many leading tokens of a running request are here now."""
+        if self._tokens:
+            self._computed.update(request.chunks[: tokens // self._chunk])
 
     def end(self, request: TracedRequest) -> None:
         """A request has ended: its prompt's chunks stay while there is room."""
@@ -298,8 +302,10 @@ class SimulatedEngine:
         while self._waiting and budget > 0 and len(self._running) + self._in_bulk < self._model.max_running:
             first = self._waiting[0]
             if not first.recomputes:
-                if not self._cache.hold(first.request):
+                local = self._cache.hold(first.request)
+                if local is None:
                     break
+                first.local = local
                 mode = self._look_up(first)
                 if mode is Mode.BULK:
                     self._waiting.popleft()
@@ -318,7 +324,6 @@ class SimulatedEngine:
     def _look_up(self, running: RunningRequest) -> Mode:
         """How a request's hit is used; RECOMPUTE where there is none."""
         request, server, spec = running.request, self._server, self._spec
-        running.local = self._cache_match(request)
         running.saved = running.local // self._chunk
         hit = server.lookup(spec, request.chunks, request.tokens, request.tail)
         tokens = hit.tokens
@@ -335,9 +340,6 @@ class SimulatedEngine:
             running.saved = max(running.saved, tokens // self._chunk)
             server.lease(self._lease(running), [key for load in self._wanted(running, None) for key in load.keys])
         return mode
-
-    def _cache_match(self, request: TracedRequest) -> int:
-        return self._cache.match(request) if self._model.cache_tokens else 0
 
     def _choose(self, hit: int, prompt: int) -> Mode:
         model = self._model
@@ -507,8 +509,11 @@ class SimulatedEngine:
                 running.hit, running.computed = 0, running.local
                 running.saved = running.local // self._chunk
                 continue
+            prefilled = running.prefills
             running.computed += tokens
-            if running.computed < running.request.tokens:
+            if prefilled:
+                self._cache.computed(running.request, running.computed)
+            if running.prefills:
                 continue
             if running.first_token_at < 0:
                 running.first_token_at = now
@@ -522,6 +527,7 @@ class SimulatedEngine:
             self._running = [running for running in self._running if running.generated < running.request.output]
             for running in ended:
                 self._cache.end(running.request)
+                running.ended_at = self._clock.now
                 self._ended(running)
 
     # Loads before a request's first step ---------------------------------------------------------

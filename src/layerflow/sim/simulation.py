@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
@@ -110,110 +110,112 @@ class Figures:
         return (self.hit_tokens + self.local_tokens) / self.tokens if self.tokens else 0.0
 
 
-@dataclass(slots=True)
-class Simulation:
-    """One run.
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a trace, together and request by request, in the order in which they ended."""
+
+    figures: Figures
+    requests: Sequence[RunningRequest]
+
+
+def simulate(
+    machine: Machine, settings: Settings, trace: RequestTrace, *, seed: int = 0, validate: bool = False
+) -> Outcome:
+    """Run a trace to its end. Equal arguments, equal outcomes.
 
     :param seed: of what is drawn: which engine a request goes to where several have as little to do.
     :param validate: check the core's and the pool's invariants as it goes; slow.
     """
+    clock, arena = VirtualClock(), SimulatedArena(machine.arena_bytes)
+    pool = MemoryPool(
+        arena,
+        lease_share=settings.pool.lease_share,
+        headers=SimulatedHeaders(),
+        policy=EVICTIONS[machine.eviction](),
+    )
+    limits = limits_of(settings, arena.nbytes)
+    server = SimulatedServer(clock, limits, pool, lease_s=settings.pool.lease_ms / 1e3, validate=validate)
+    ended: list[RunningRequest] = []
+    engines = [_engine(machine, settings, clock, server, ended.append) for _ in range(machine.engines)]
+    draws = random.Random(seed)  # noqa: S311 - no secret
+    for request in trace.requests:
+        clock.at(request.at, lambda request=request: _least(engines, draws).submit(request))  # type: ignore[misc]
+    clock.run()
+    if validate:
+        pool.validate()
+    return Outcome(_figures(ended, server, engines), ended)
 
-    machine: Machine
-    settings: Settings
-    trace: RequestTrace
-    seed: int = 0
-    validate: bool = False
-    requests: list[RunningRequest] = field(default_factory=list)
 
-    def run(self) -> Figures:
-        """Run the trace to its end. Equal arguments, equal figures."""
-        machine, settings, clock = self.machine, self.settings, VirtualClock()
-        arena = SimulatedArena(machine.arena_bytes)
-        pool = MemoryPool(
-            arena,
-            lease_share=settings.pool.lease_share,
-            headers=SimulatedHeaders(),
-            policy=EVICTIONS[machine.eviction](),
-        )
-        server = SimulatedServer(
+def _engine(
+    machine: Machine,
+    settings: Settings,
+    clock: VirtualClock,
+    server: SimulatedServer,
+    ended: Callable[[RunningRequest], None],
+) -> SimulatedEngine:
+    transfer, shard = settings.transfer, machine.spec.shard
+    terms = terms_of(settings, machine.engines * shard.tp_size)
+    workers = []
+    for rank in range(shard.tp_size):
+        worker = SimulatedWorker(
             clock,
-            limits_of(settings, arena.nbytes),
-            pool,
-            lease_s=settings.pool.lease_ms / 1e3,
-            validate=self.validate,
-        )
-        engines = [self._engine(clock, server) for _ in range(machine.engines)]
-        draws = random.Random(self.seed)  # noqa: S311 - no secret
-        for request in self.trace.requests:
-            clock.at(request.at, lambda request=request: _least(engines, draws).submit(request))  # type: ignore[misc]
-        clock.run()
-        if self.validate:
-            pool.validate()
-        return self._figures(clock.now, server, engines)
-
-    def _engine(self, clock: VirtualClock, server: SimulatedServer) -> SimulatedEngine:
-        machine, settings = self.machine, self.settings
-        shard = machine.spec.shard
-        terms = terms_of(settings, machine.engines * shard.tp_size)
-        workers = []
-        for rank in range(shard.tp_size):
-            spec = msgspec.structs.replace(machine.spec, shard=msgspec.structs.replace(shard, tp_rank=rank))
-            worker = SimulatedWorker(
-                clock,
-                spec,
-                session=server.number(),
-                caps=BatchCaps(terms.max_transfer_blocks, terms.max_transfer_bytes),
-                window=WindowCaps(terms.window_bytes, terms.prefetch_layers),
-                stagger_us=terms.stagger_us,
-                links=(
-                    SimulatedLink(machine.load, machine.batch_seconds),
-                    SimulatedLink(machine.save, machine.batch_seconds),
-                ),
-                saved=server.saved,
-            )
-            server.attach(worker)
-            workers.append(worker)
-        model = EngineModel(
-            compute=machine.compute,
-            link=machine.load,
-            max_batched_tokens=machine.max_batched_tokens,
-            max_running=machine.max_running,
-            cache_tokens=machine.cache_tokens,
-            step_seconds=machine.step_seconds,
-            loading_seconds=machine.loading_seconds,
-            mode=settings.transfer.mode,
-            saves_tails=not settings.transfer.discard_partial_chunks,
-            max_transfer_bytes=settings.transfer.byte_cap,
-            step_timeout_s=settings.transfer.step_timeout_ms / 1e3,
-            save_timeout_s=settings.transfer.save_timeout_ms / 1e3,
-        )
-        return SimulatedEngine(clock, server, workers[0].spec, model, workers=workers, ended=self.requests.append)
-
-    def _figures(self, seconds: float, server: SimulatedServer, engines: Sequence[SimulatedEngine]) -> Figures:
-        requests = self.requests
-        pool, flow = server.pool.statistics(), server.flow.statistics()
-        workers = [worker for engine in engines for worker in engine.workers]
-        share = len(workers) * seconds or 1.0
-        return Figures(
-            requests=len(requests),
-            tokens=sum(each.request.tokens for each in requests),
-            seconds=seconds,
-            hit_tokens=sum(max(0, each.hit - each.local) for each in requests),
-            local_tokens=sum(each.local for each in requests),
-            pool_tokens=sum(each.hit_at_all for each in requests),
-            ttft_s=Distribution.of([each.first_token_at - each.request.at for each in requests]),
-            exposed_s=Distribution.of([each.exposed_s for each in requests if each.hit]),
-            exposed_total_s=sum(engine.exposed_s for engine in engines),
-            link_busy=(
-                sum(worker.loads.busy for worker in workers) / share,
-                sum(worker.saves.busy for worker in workers) / share,
+            msgspec.structs.replace(machine.spec, shard=msgspec.structs.replace(shard, tp_rank=rank)),
+            session=server.number(),
+            caps=BatchCaps(terms.max_transfer_blocks, terms.max_transfer_bytes),
+            window=WindowCaps(terms.window_bytes, terms.prefetch_layers),
+            stagger_us=terms.stagger_us,
+            links=(
+                SimulatedLink(machine.load, machine.batch_seconds),
+                SimulatedLink(machine.save, machine.batch_seconds),
             ),
-            evictions=pool.evictions,
-            sheds=flow.shed_parts,
-            full=pool.full,
-            failed_loads=server.failed_loads,
-            events=server.events,
+            saved=server.saved,
         )
+        server.attach(worker)
+        workers.append(worker)
+    model = EngineModel(
+        compute=machine.compute,
+        link=machine.load,
+        max_batched_tokens=machine.max_batched_tokens,
+        max_running=machine.max_running,
+        cache_tokens=machine.cache_tokens,
+        step_seconds=machine.step_seconds,
+        loading_seconds=machine.loading_seconds,
+        mode=transfer.mode,
+        saves_tails=not transfer.discard_partial_chunks,
+        max_transfer_bytes=transfer.byte_cap,
+        step_timeout_s=transfer.step_timeout_ms / 1e3,
+        save_timeout_s=transfer.save_timeout_ms / 1e3,
+    )
+    return SimulatedEngine(clock, server, workers[0].spec, model, workers=workers, ended=ended)
+
+
+def _figures(
+    requests: Sequence[RunningRequest], server: SimulatedServer, engines: Sequence[SimulatedEngine]
+) -> Figures:
+    pool, flow = server.pool.statistics(), server.flow.statistics()
+    workers = [worker for engine in engines for worker in engine.workers]
+    seconds = max([each.ended_at for each in requests], default=0.0)
+    share = len(workers) * seconds or 1.0
+    return Figures(
+        requests=len(requests),
+        tokens=sum(each.request.tokens for each in requests),
+        seconds=seconds,
+        hit_tokens=sum(max(0, each.hit - each.local) for each in requests),
+        local_tokens=sum(each.local for each in requests),
+        pool_tokens=sum(each.hit_at_all for each in requests),
+        ttft_s=Distribution.of([each.first_token_at - each.request.at for each in requests]),
+        exposed_s=Distribution.of([each.exposed_s for each in requests if each.hit]),
+        exposed_total_s=sum(engine.exposed_s for engine in engines),
+        link_busy=(
+            sum(worker.loads.busy for worker in workers) / share,
+            sum(worker.saves.busy for worker in workers) / share,
+        ),
+        evictions=pool.evictions,
+        sheds=flow.shed_parts,
+        full=pool.full,
+        failed_loads=server.failed_loads,
+        events=server.events,
+    )
 
 
 def _least(engines: Sequence[SimulatedEngine], draws: random.Random) -> SimulatedEngine:

@@ -1,0 +1,252 @@
+"""``layerflow simulate``: what a configuration would do with a trace of requests, under a virtual clock."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from layerflow.errors import ConfigError
+from layerflow_cli.machine import layer_cost, link_cost
+from layerflow_cli.options import ConfigFile, JsonFile, SettingItems, overrides
+
+if TYPE_CHECKING:
+    from layerflow.config.settings import Settings
+    from layerflow.sim.curve import CurvePoint
+    from layerflow.sim.simulation import Figures, Machine
+    from layerflow.sim.trace import RequestTrace
+    from layerflow.sizing import Capacity
+
+UNTRUSTED = (
+    "No line of trust: this trace tells when requests came, and nothing of what they took. What follows compares "
+    "configurations; it predicts no machine."
+)
+
+CURVE_SIZES = 12
+"""Points of a curve, each twice the one before; the last one is the arena's size, or what --ram says."""
+
+_BAR = 34
+
+
+def simulate(
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="JSON lines as Mooncake's traces, also .gz.")],
+    model: Annotated[
+        Path | None,
+        typer.Option("--model", metavar="DIR", help="The model's folder with its config.json, or that file."),
+    ] = None,
+    tp: Annotated[int, typer.Option(min=1, metavar="N", help="Tensor-parallel ranks of one engine.")] = 1,
+    engines: Annotated[int, typer.Option(min=1, metavar="N", help="Engines of this model that share the server.")] = 1,
+    ram: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Instead of pool.size: memory that the arena takes.")
+    ] = None,
+    link: Annotated[
+        str | None, typer.Option(metavar="RATE", help="What one worker's link to host memory moves, e.g. 25GB/s.")
+    ] = None,
+    link_latency_us: Annotated[
+        float, typer.Option(min=0, metavar="US", help="What each load waits before it moves.")
+    ] = 0,
+    flops: Annotated[
+        float | None,
+        typer.Option(min=1, metavar="X", help="Operations a second that one device reaches in prefill, e.g. 400e12."),
+    ] = None,
+    active_params: Annotated[
+        float | None, typer.Option(min=1, metavar="N", help="With --flops: weights that a token passes, e.g. 22e9.")
+    ] = None,
+    layer_us: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="US", help="Instead of --flops: measured time of one layer for each new token."),
+    ] = None,
+    batched_tokens: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Tokens of one step, as vLLM's --max-num-batched-tokens.")
+    ] = 8192,
+    engine_tokens: Annotated[
+        int,
+        typer.Option(min=0, metavar="N", help="Tokens that an engine's own prefix cache holds; 0 = it has none."),
+    ] = 0,
+    speed: Annotated[
+        float, typer.Option(min=1e-6, metavar="X", help="Let requests come so many times as fast as they came.")
+    ] = 1.0,
+    first: Annotated[int, typer.Option(min=0, metavar="N", help="Only so many requests; 0 = all.")] = 0,
+    eviction: Annotated[
+        str, typer.Option(metavar="NAME", help="s3fifo, as the server; or lru, to compare with.")
+    ] = "s3fifo",
+    curve: Annotated[
+        str | None, typer.Option(metavar="KEY", help="Hit tokens by the value of a key: pool.size. Takes no link.")
+    ] = None,
+    sample: Annotated[
+        int, typer.Option(min=1, metavar="N", help="With --curve: look at one in N chunks, and tell the error.")
+    ] = 1,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="With --curve: also as a page.")] = None,
+    kv_dtype: Annotated[
+        str, typer.Option(metavar="NAME", help="The engine's KV cache dtype: auto, fp8, bfloat16.")
+    ] = "auto",
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Equal seeds, equal figures.")] = 0,
+    file: ConfigFile = None,
+    settings: SettingItems = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Replay a trace of requests through layerflow's own core, pool and windows, under another configuration.
+
+    Models stand for what a machine does: links, compute, and an engine that batches continuously. What lies behind the
+    arena (disk, stores, peers) is not simulated.
+
+    \b
+    Examples:
+      layerflow simulate trace.jsonl --model /models/Qwen3-8B --engines 8 --ram 512GiB --link 25GB/s --layer-us 0.8
+      layerflow simulate trace.jsonl --model /models/Qwen3-8B --curve pool.size --ram 2TiB
+    """
+    from layerflow.config.settings import Settings  # noqa: PLC0415 - `--help` stays quick
+    from layerflow.sim.simulation import EVICTIONS  # noqa: PLC0415
+    from layerflow.sim.trace import read_trace  # noqa: PLC0415
+    from layerflow.sizing import capacity_of, read_config, shape_of  # noqa: PLC0415
+
+    if model is None:
+        raise ConfigError("which model? Give its folder with --model: how much a token takes follows from it")
+    if curve not in (None, "pool.size"):
+        raise ConfigError(f"--curve {curve}: pool.size is the key that a curve is drawn for")
+    if eviction not in EVICTIONS:
+        raise ConfigError(f"--eviction {eviction}: use one of {', '.join(EVICTIONS)}")
+    if curve is None and (sample > 1 or html is not None):
+        raise ConfigError("--sample and --html belong to --curve pool.size")
+    configured = Settings.load(file, overrides(settings or (), {"pool.size": ram}))
+    requests = _of_speed(read_trace(trace), first, speed)
+    capacity = capacity_of(
+        shape_of(read_config(model), kv_dtype), tp=tp, block_tokens=16, chunk_tokens=requests.block_tokens
+    )
+    if curve is not None:
+        _curve(requests, capacity, configured, eviction, sample, html=html, json_file=json_file)
+        return
+    compute, moves = layer_cost(capacity, flops, active_params, layer_us), link_cost(link, link_latency_us)
+    if compute is None or moves is None:
+        raise ConfigError("how quick is the machine? Give --link, and --layer-us or --flops with --active-params")
+    from layerflow.sim.simulation import Machine  # noqa: PLC0415
+
+    machine = Machine(
+        spec=capacity.stages[0],
+        arena_bytes=configured.pool.size,
+        load=moves,
+        save=moves,
+        compute=compute,
+        engines=engines,
+        max_batched_tokens=batched_tokens,
+        cache_tokens=engine_tokens,
+        eviction=eviction,
+    )
+    _run(machine, configured, requests, seed, json_file)
+
+
+def _of_speed(trace: RequestTrace, first: int, speed: float) -> RequestTrace:
+    requests = trace.requests[: first or None]
+    if speed != 1.0:
+        requests = tuple(dataclasses.replace(request, at=request.at / speed) for request in requests)
+    return dataclasses.replace(trace, requests=requests)
+
+
+def _run(machine: Machine, settings: Settings, trace: RequestTrace, seed: int, json_file: Path | None) -> None:
+    from layerflow.sim import simulation  # noqa: PLC0415
+    from layerflow_cli.output import console, progress, tables, write_json  # noqa: PLC0415
+
+    with progress(1) as advance:
+        advance(f"{len(trace.requests):,} requests of {trace.name}")
+        figures = simulation.simulate(machine, settings, trace, seed=seed).figures
+    result = _result(figures, trace)
+    if json_file is not None:
+        write_json(json_file, {"trust": None, **result})
+        return
+    typer.echo(UNTRUSTED)
+    for table in tables(trace.name, result):
+        console().print(table)
+
+
+def _result(figures: Figures, trace: RequestTrace) -> dict[str, Any]:
+    """Figures by names that carry their units."""
+    tokens = figures.tokens or 1
+
+    def times(name: str) -> dict[str, float]:
+        told = getattr(figures, name)
+        return {"p50_ms": told.p50 * 1e3, "p99_ms": told.p99 * 1e3, "mean_ms": told.mean * 1e3}
+
+    return {
+        "requests": figures.requests,
+        "prompt_tokens": figures.tokens,
+        "simulated_s": figures.seconds,
+        "loaded_share": figures.hit_tokens / tokens,
+        "own_cache_share": figures.local_tokens / tokens,
+        "found_in_pool_share": figures.pool_tokens / tokens,
+        "load_link_busy_share": figures.link_busy[0],
+        "save_link_busy_share": figures.link_busy[1],
+        "evictions": figures.evictions,
+        "shed_saves": figures.sheds,
+        "saves_without_room": figures.full,
+        "failed_loads": figures.failed_loads,
+        "core_events": figures.events,
+        "times": {"first_token": times("ttft_s"), "exposed_per_loading_request": times("exposed_s")},
+    }
+
+
+def _curve(
+    trace: RequestTrace,
+    capacity: Capacity,
+    settings: Settings,
+    eviction: str,
+    sample: int,
+    *,
+    html: Path | None,
+    json_file: Path | None,
+) -> None:
+    from layerflow.sim.curve import hit_curve, knee  # noqa: PLC0415
+    from layerflow.sim.simulation import EVICTIONS  # noqa: PLC0415
+    from layerflow_cli.output import progress, write_json  # noqa: PLC0415
+
+    sizes = [settings.pool.size >> power for power in reversed(range(CURVE_SIZES))]
+    points: list[CurvePoint] = []
+    with progress(len(sizes)) as advance:
+        found = hit_curve(trace, capacity.stages[0], sizes, eviction=EVICTIONS[eviction], sample=sample)
+        for size in sizes:
+            advance(f"pool.size {_size(size)}")
+            points.append(next(found))
+    best = knee(points)
+    if html is not None:
+        from layerflow_cli.curve_page import write_page  # noqa: PLC0415
+
+        write_page(html, trace.name, points, best)
+    if json_file is not None:
+        rows = [
+            {
+                "pool_size_bytes": point.arena_bytes,
+                "hit_tokens": point.hit_tokens,
+                "hit_share": point.hit_rate,
+                "standard_error": point.error,
+            }
+            for point in points
+        ]
+        write_json(json_file, {"eviction": eviction, "sample": sample, "knee_bytes": best.arena_bytes, "points": rows})
+        return
+    for line in _plot(trace, points, best, eviction, sample):
+        typer.echo(line)
+
+
+def _plot(
+    trace: RequestTrace, points: Sequence[CurvePoint], best: CurvePoint, eviction: str, sample: int
+) -> Iterator[str]:
+    error = f", one in {sample} chunks, standard error below" if sample > 1 else ""
+    yield f"{trace.name}: {len(trace.requests):,} requests, {trace.tokens:,} tokens; {eviction}{error}."
+    yield ""
+    most = max(point.hit_rate for point in points) or 1.0
+    for point in points:
+        bar = "█" * round(_BAR * point.hit_rate / most)
+        told = f"{point.hit_rate * 100:5.1f} %" + (f" ±{point.error * 100:.1f}" if sample > 1 else "")
+        mark = "  <- knee" if point is best else ""
+        yield f"{_size(point.arena_bytes):>10} {bar:<{_BAR}} {told}{mark}"
+    yield ""
+    yield f"pool.size {_size(best.arena_bytes)} hits {best.hit_rate * 100:.1f} % of all prompt tokens; the largest"
+    yield f"of these sizes {points[-1].hit_rate * 100:.1f} %. Nothing of it is timed: requests are stored as they come."
+
+
+def _size(nbytes: int) -> str:
+    from layerflow.config.fields import format_size  # noqa: PLC0415
+
+    return format_size(nbytes)

@@ -1,0 +1,53 @@
+"""Options that tell how quick a machine is: its links and its compute."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from layerflow.errors import ConfigError
+
+if TYPE_CHECKING:
+    from layerflow.flow.cost import ComputeCost, LinkCost
+    from layerflow.sizing import Capacity
+
+
+def link_cost(text: str | None, latency_us: float) -> LinkCost | None:
+    """What ``--link 25GB/s`` says; None = nothing was said.
+
+    :raises ConfigError: it is no rate.
+    """
+    from layerflow.config.fields import parse_size  # noqa: PLC0415
+    from layerflow.flow.cost import LinkCost  # noqa: PLC0415
+
+    if text is None:
+        return None
+    rate, per, unit = text.partition("/")
+    if per and unit.strip() != "s":
+        raise ConfigError(f"--link {text}: write bytes a second, e.g. 25GB/s")
+    bandwidth = parse_size(rate)
+    if not bandwidth:
+        raise ConfigError(f"--link {text}: a link moves something")
+    return LinkCost(float(bandwidth), latency_us * 1e-6)
+
+
+def layer_cost(
+    capacity: Capacity, flops: float | None, active_params: float | None, layer_us: float | None
+) -> ComputeCost | None:
+    """What ``--layer-us``, or ``--flops`` with ``--active-params``, say of one layer; None = nothing was said.
+
+    :raises ConfigError: both, or half of one.
+    """
+    from layerflow.flow.cost import ComputeCost  # noqa: PLC0415
+    from layerflow.sizing.break_even import compute_cost  # noqa: PLC0415
+
+    if layer_us is not None:
+        if flops is not None or active_params is not None:
+            raise ConfigError("--layer-us and --flops tell the same; give one")
+        return ComputeCost(0.0, layer_us * 1e-6, 0.0)
+    if flops is None and active_params is None:
+        return None
+    if flops is None or active_params is None:
+        raise ConfigError(
+            "--flops and --active-params belong together: operations a second, and weights that a token passes"
+        )
+    return compute_cost(capacity, flops, active_params)
