@@ -51,6 +51,7 @@ def overview(found: Mapping[str, Any]) -> Overview:
         "pool": _pool(found.get("pool") or {}),
         "tier": _tier(found.get("tier") or {}),
         "peers": _peers(found.get("peers") or {}),
+        "recording": _recording(found.get("recording") or {}),
         "loop": _loop(found.get("figures") or {}),
     }
     return Overview(
@@ -152,6 +153,17 @@ def _peers(peers: Mapping[str, Any]) -> str:
     read, lent = (peers.get("reads") or {}).get("peers") or [], (peers.get("lends") or {}).get("who") or []
     words = [f"{len(read)} to read from"] if read else []
     words += [f"{len(lent)} reading here"] if lent else []
+    return ", ".join(words)
+
+
+def _recording(recording: Mapping[str, Any]) -> str:
+    if not recording.get("on"):
+        return ""
+    words = [str(recording.get("path", "?")), size(recording.get("bytes", 0)), f"{recording.get('events', 0):,} events"]
+    if recording.get("dropped"):
+        words.append(f"{recording['dropped']:,} dropped")
+    if recording.get("left_s") is not None:
+        words.append(f"{duration(max(0, recording['left_s']))} left")
     return ", ".join(words)
 
 

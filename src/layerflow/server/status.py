@@ -62,6 +62,7 @@ def status_of(server: ServerContext, settings: Settings, started_at: float, *, h
             "objects": server.driver.follows.objects,
             "to_store": server.driver.follows.coming_objects,
         },
+        "recording": server.recorder.status(),
         "flow": dataclasses.asdict(server.driver.flow.statistics()),
         "figures": server.metrics.summary(),
     }
