@@ -73,7 +73,7 @@ async def serve(
             if path is not None:
 
                 async def follow(file: Path) -> None:
-                    await watch_config(file, overrides, apply, log, current=settings)
+                    await watch_config(file, overrides, apply, log, current=settings, tell=server.file_changed)
 
                 tasks.start_soon(follow, path)
             tasks.start_soon(show_warming, server)

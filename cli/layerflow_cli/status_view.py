@@ -33,6 +33,7 @@ def view(found: Mapping[str, Any], width: int, everything: bool = False, height:
     if found.get("tier"):
         parts += tables("behind the arena", _tier(found["tier"]))
     parts += _peers(found.get("peers") or {})
+    parts += tables("configuration file", found["config"]) if found.get("config") else []
     parts += tables("limits", found.get("limits") or {})
     parts += tables("core", found.get("flow") or {})
     parts += tables("figures", found.get("figures") or {})

@@ -8,9 +8,10 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerflow.agent.lanes.load import WorkerDrivenCaps, WorkerDrivenLayer, WorkerDrivenLoads, WorkerDrivenQueue
-from layerflow.agent.lanes.task import CopyCaps, CopyTask, EmulatedLink
+from layerflow.agent.lanes.load import WorkerDrivenLoads, WorkerDrivenQueue
+from layerflow.agent.lanes.task import CopyTask, EmulatedLink
 from layerflow.agent.step.transfers import CANCELLED
+from layerflow.flow.window import BatchCaps, PlannedLayer, WindowCaps
 
 
 class FakeStep:
@@ -32,7 +33,7 @@ def loads(
     step: FakeStep, layers: int, blocks: int, size: int, over: list[WorkerDrivenLoads] | None = None
 ) -> WorkerDrivenLoads:
     told = over if over is not None else []
-    shape = [WorkerDrivenLayer(layer, 0, size) for layer in range(layers)]
+    shape = [PlannedLayer(layer, 0, size) for layer in range(layers)]
     return WorkerDrivenLoads(step, shape, {0: blocks}, copier=None, link=EmulatedLink(0, 0), over=told.append)  # type: ignore[arg-type]
 
 
@@ -50,13 +51,13 @@ def end(queue: WorkerDrivenQueue, tasks: list[CopyTask], failure: str = "") -> N
 )  # fmt: skip
 def test_every_byte_once_within_all_caps(layers, blocks, size, most, nbytes, window, depth, random):
     step, over = FakeStep(), []
-    queue = WorkerDrivenQueue(WorkerDrivenCaps(window, depth))
+    queue = WorkerDrivenQueue(WindowCaps(window, depth))
     planned = loads(step, layers, blocks, size, over)
     queue.add(planned)
     seen: dict[int, list[int]] = {layer: [0] * blocks for layer in range(layers)}
     sealed, flying = [], []
     for _ in range(layers * blocks * size + layers + 5):
-        flying += queue.take(CopyCaps(most, nbytes))
+        flying += queue.take(BatchCaps(most, nbytes))
         assert sum(task.batch.nbytes for task in flying) <= window
         for task in flying:
             batch = task.batch
@@ -80,23 +81,23 @@ def test_every_byte_once_within_all_caps(layers, blocks, size, most, nbytes, win
 
 
 def test_the_nearest_layer_goes_first_whoever_came_first():
-    queue = WorkerDrivenQueue(WorkerDrivenCaps(1000, 0))
+    queue = WorkerDrivenQueue(WindowCaps(1000, 0))
     far, near = FakeStep(1), FakeStep(2)
     queue.add(loads(far, 4, 1, 100))
-    queue.take(CopyCaps(10, 100))  # two layers leave at once
+    queue.take(BatchCaps(10, 100))  # two layers leave at once
     queue.add(loads(near, 2, 1, 100))
-    order = [(task.step.number, task.batch.layer) for _ in range(2) for task in queue.take(CopyCaps(10, 100))]
+    order = [(task.step.number, task.batch.layer) for _ in range(2) for task in queue.take(BatchCaps(10, 100))]
     assert order == [(2, 0), (2, 1), (1, 2), (1, 3)]
 
 
 def test_what_is_cut_off_ends_once_nothing_of_it_moves():
     step, over = FakeStep(), []
-    queue = WorkerDrivenQueue(WorkerDrivenCaps(1000, 0))
+    queue = WorkerDrivenQueue(WindowCaps(1000, 0))
     planned = loads(step, 4, 1, 100, over)
     queue.add(planned)
-    taken = queue.take(CopyCaps(10, 100))
+    taken = queue.take(BatchCaps(10, 100))
     step.fenced = True
-    assert queue.take(CopyCaps(10, 100)) == [] and not queue and not over
+    assert queue.take(BatchCaps(10, 100)) == [] and not queue and not over
     end(queue, taken, CANCELLED)
     assert over == [planned] and not planned.lost
     planned.finish_if_done()
@@ -105,54 +106,68 @@ def test_what_is_cut_off_ends_once_nothing_of_it_moves():
 
 def test_a_batch_that_failed_is_told_with_its_blocks():
     step, over = FakeStep(), []
-    queue = WorkerDrivenQueue(WorkerDrivenCaps(1000, 0))
+    queue = WorkerDrivenQueue(WindowCaps(1000, 0))
     planned = loads(step, 1, 4, 10, over)
     queue.add(planned)
-    end(queue, queue.take(CopyCaps(10, 100)), "broken: no")
+    end(queue, queue.take(BatchCaps(10, 100)), "broken: no")
     assert over == [planned] and planned.moved == 0
     assert [(lost.lo, lost.hi, lost.reason) for lost in planned.lost] == [(0, 4, "broken: no")]
 
 
 def test_room_is_made_by_whichever_thread_ends_a_batch():
     step = FakeStep()
-    queue = WorkerDrivenQueue(WorkerDrivenCaps(100, 0))
+    queue = WorkerDrivenQueue(WindowCaps(100, 0))
     queue.add(loads(step, 3, 1, 100))
-    [first] = queue.take(CopyCaps(10, 100))
-    assert queue.take(CopyCaps(10, 100)) == []
+    [first] = queue.take(BatchCaps(10, 100))
+    assert queue.take(BatchCaps(10, 100)) == []
     thread = threading.Thread(target=end, args=(queue, [first]))
     thread.start()
     thread.join()
-    assert len(queue.take(CopyCaps(10, 100))) == 1
+    assert len(queue.take(BatchCaps(10, 100))) == 1
 
 
 def test_what_may_not_move_yet_holds_nobody_up():
     ahead, behind = FakeStep(1), FakeStep(2, deadline=9.0)
-    queue = WorkerDrivenQueue(WorkerDrivenCaps(1000, 1))
+    queue = WorkerDrivenQueue(WindowCaps(1000, 1))
     queue.add(loads(ahead, 3, 1, 10))
-    assert [task.batch.layer for task in queue.take(CopyCaps(10, 100))] == [0]
-    assert queue.take(CopyCaps(10, 100)) == []
+    assert [task.batch.layer for task in queue.take(BatchCaps(10, 100))] == [0]
+    assert queue.take(BatchCaps(10, 100)) == []
     queue.add(loads(behind, 3, 1, 10))
-    assert [(task.batch.step, task.batch.layer) for task in queue.take(CopyCaps(10, 100))] == [(2, 0)]
-    assert queue.take(CopyCaps(10, 100)) == []
+    assert [(task.batch.step, task.batch.layer) for task in queue.take(BatchCaps(10, 100))] == [(2, 0)]
+    assert queue.take(BatchCaps(10, 100)) == []
     behind.frontier = 0
-    assert [(task.batch.step, task.batch.layer) for task in queue.take(CopyCaps(10, 100))] == [(2, 1)]
+    assert [(task.batch.step, task.batch.layer) for task in queue.take(BatchCaps(10, 100))] == [(2, 1)]
     ahead.frontier = behind.frontier = 1
-    taken = [(task.batch.step, task.batch.layer) for task in queue.take(CopyCaps(10, 100))]
+    taken = [(task.batch.step, task.batch.layer) for task in queue.take(BatchCaps(10, 100))]
     assert taken == [(1, 1), (1, 2), (2, 2)]
 
 
 def test_a_window_has_room_for_several_batches_so_that_a_link_never_waits_for_one_to_be_seen():
     step = FakeStep()
-    queue = WorkerDrivenQueue(WorkerDrivenCaps(1000, 0))
+    queue = WorkerDrivenQueue(WindowCaps(1000, 0))
     queue.add(loads(step, 1, 100, 10))
-    flying = queue.take(CopyCaps(1000, 1000))
-    flying += queue.take(CopyCaps(1000, 1000))
+    flying = queue.take(BatchCaps(1000, 1000))
+    flying += queue.take(BatchCaps(1000, 1000))
     assert [task.batch.nbytes for task in flying] == [250] * 4
 
 
 def test_no_block_is_cut_for_that():
     step = FakeStep()
-    queue = WorkerDrivenQueue(WorkerDrivenCaps(1000, 0))
+    queue = WorkerDrivenQueue(WindowCaps(1000, 0))
     queue.add(loads(step, 1, 4, 400))
-    flying = queue.take(CopyCaps(1000, 1000))
+    flying = queue.take(BatchCaps(1000, 1000))
     assert [task.batch.nbytes for task in flying] == [400] * 2
+
+
+def test_a_step_is_not_over_while_batches_are_cut_whose_copies_are_yet_to_be_made():
+    """A device's poller may end the batch in flight just then."""
+    over: list[WorkerDrivenLoads] = []
+    planned = loads(FakeStep(), 2, 1, 10, over)
+    [first] = planned.tasks(planned.cursor.cut(BatchCaps(1, 10), 10, 0))
+    cut = planned.cursor.cut(BatchCaps(1, 10), 10, 1)
+    assert not planned.left
+    planned.ended(first, "")
+    assert not over
+    [last] = planned.tasks(cut)
+    planned.ended(last, "")
+    assert over == [planned]

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from server.support import Embed
 
-from layerflow.agent.lanes.load import Stagger
 from layerflow.device.accelerator import BatchCopied, Int64
+from layerflow.flow.window import Stagger
 from layerflow.spec import Shard
 
 LAYERS = 6

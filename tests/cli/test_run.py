@@ -1,3 +1,4 @@
+import hashlib
 import json
 import os
 import signal
@@ -67,11 +68,19 @@ def test_run_listens_follows_its_file_and_drains(command, tmp_path):
     assert event(command, "config_applied")["changes"] == {"transfer.prefetch_layers": 2}
     limits = status()["limits"]
     assert (limits["prefetch_layers"], limits["h2d_stagger_us"]) == (2, 3)
+    edited = status()["config"]
+    assert edited["path"] == str(path) and edited["refused_since"] is None
+    assert edited["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
     replace(path, good.replace("16MiB", "32MiB"))
     assert "pool.size (16MiB -> 32MiB)" in event(command, "config_refused")["problems"][0]
     assert status()["limits"]["prefetch_layers"] == 2
+    refused = status()["config"]
+    assert (refused["sha256"], refused["applied_at"]) == (edited["sha256"], edited["applied_at"])
+    assert refused["refused_since"] and refused["refusals"] == 1 and "16MiB -> 32MiB" in refused["problems"][0]
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
-        assert b"layerflow_" in answer.read()
+        text = answer.read().decode()
+    assert f'layerflow_config_info{{path="{path}",sha256="{edited["sha256"]}"}} 1.0' in text
+    assert "layerflow_config_refusals_total 1.0" in text
     command.send_signal(signal.SIGTERM)
     assert command.wait(timeout=30) == 0
 

@@ -110,3 +110,30 @@ def test_what_is_printed_is_not_cut(width):
     assert max(map(len, text.splitlines())) <= width and "\u2026" not in text
     for word in ("ab" * 16, "max_transfer_bytes", "lookup_hit_ratio", STATUS["endpoint"]):
         assert word in text
+
+
+FILE = {
+    "path": "/etc/layerflow/layerflow.toml",
+    "sha256": "3f2a9c1b7d0e" + "5" * 52,
+    "applied_at": "2026-11-26T13:58:00+00:00",
+    "applied_s_ago": 245.0,
+    "refused_since": None,
+    "refused_s": None,
+    "problems": [],
+    "refusals": 0,
+}
+
+
+def test_the_watched_file_is_named_and_a_refused_edit_told():
+    held = screen(STATUS | {"config": FILE}, 120)
+    assert held[-1] == "file      /etc/layerflow/layerflow.toml, sha256 3f2a9c1b7d0e, applied 4 min 5 s ago"
+    refused = FILE | {
+        "refused_since": "2026-11-26T14:02:05+00:00",
+        "refused_s": 3.0,
+        "problems": ["pool.size (16MiB -> 32MiB) needs a restart"],
+    }
+    (note, *rest) = [line for line in screen(STATUS | {"config": refused}, 200) if line.startswith("! ")]
+    assert not rest and note == (
+        "! /etc/layerflow/layerflow.toml is refused since 2026-11-26T14:02:05+00:00 (3 s), and the old values hold: "
+        "pool.size (16MiB -> 32MiB) needs a restart"
+    )

@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,11 @@ def path(tmp_path: Path) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def watching(path, events, applied, overrides=None, apply=None, current=None):
+async def watching(path, events, applied, overrides=None, apply=None, current=None, tell=lambda _: None):
     current = current or Settings.load(path, overrides or {})
-    task = asyncio.create_task(watch_config(path, overrides or {}, apply or applied.append, events, current=current))
+    task = asyncio.create_task(
+        watch_config(path, overrides or {}, apply or applied.append, events, current=current, tell=tell)
+    )
     try:
         yield
     finally:
@@ -137,3 +140,32 @@ async def test_a_refusal_by_the_server_is_reported_and_asynchronous_apply_awaite
         path.write_text("[transfer]\nprefetch_layers = 3\n")
         assert (await events.next())[1] == "config_applied"
     assert len(applied) == 1
+
+
+async def test_the_files_state_is_told(path):
+    """Which bytes hold, since when others are refused, and why; the same bytes again end the refusal."""
+    events, applied, told = Events(), [], asyncio.Queue()
+
+    async def state():
+        async with asyncio.timeout(PATIENCE_S):
+            return await told.get()
+
+    good = path.read_bytes()
+    async with watching(path, events, applied, tell=told.put_nowait):
+        first = await state()
+        assert (first.path, first.sha256) == (str(path), hashlib.sha256(good).hexdigest())
+        assert first.applied_at > 0 and (first.refused_at, first.problems, first.refusals) == (0, (), 0)
+        path.write_text("[transfer]\nprefetch_layer = 3\n")
+        bad = await state()
+        assert (bad.sha256, bad.applied_at) == (first.sha256, first.applied_at)
+        assert bad.refused_at >= first.applied_at and "did you mean" in bad.problems[0]
+        path.write_text('[pool]\nsize = "2GiB"\n')
+        worse = await state()
+        assert (worse.refused_at, worse.refusals) == (bad.refused_at, 2) and "pool.size" in worse.problems[0]
+        path.unlink()
+        assert (await state()).problems == ("the file is gone",)
+        path.write_bytes(good)
+        again = await state()
+        assert (again.sha256, again.refused_at, again.problems, again.refusals) == (first.sha256, 0, (), 3)
+        assert again.applied_at >= first.applied_at
+    assert applied == []

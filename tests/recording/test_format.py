@@ -236,7 +236,7 @@ def test_a_full_disk_leaves_a_file_that_can_be_read(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, hard))
     try:
-        with pytest.raises(OSError) as error:  # noqa: PT011
+        with pytest.raises(OSError) as error:
             for number in range(1_000_000):
                 writer.add([LookupsMissed(1.0, number, 1, number * 7919 % 65_536)], 1.0)
     finally:
@@ -245,5 +245,3 @@ def test_a_full_disk_leaves_a_file_that_can_be_read(tmp_path: Path) -> None:
     assert error.value.errno in (errno.EFBIG, errno.ENOSPC)
     found = [record for record in Recording(tmp_path / "x").records() if isinstance(record, LookupsMissed)]
     assert found and [record.session for record in found] == list(range(len(found)))
-
-

@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 
 from layerflow.agent import Control
 from layerflow.config.settings import Settings
-from layerflow.errors import RemoteError
+from layerflow.errors import ConfigError, RemoteError
 from layerflow.flow import events as told
 from layerflow.observe.trace import unpack_spans
 from layerflow.recording.format import (
@@ -131,7 +131,7 @@ def test_spans_tell_each_layer_of_a_step(recorded: Any) -> None:
 
 
 def test_no_digest_no_token_and_no_name_of_a_request_is_in_the_file(recorded: Any) -> None:
-    import msgspec  # noqa: PLC0415
+    import msgspec
 
     path, records, worker = recorded
     told_of = msgspec.msgpack.encode(records)
@@ -187,7 +187,7 @@ def test_the_settings_switch_it_while_the_server_runs(embed: Embed, tmp_path: Pa
     server = embed()
     assert not status_of(server)["on"]
     apply(server, path=tmp_path / "a")
-    assert eventually(lambda: (tmp_path / "a").exists()) and status_of(server)["path"] == str(tmp_path / "a")
+    assert eventually((tmp_path / "a").exists) and status_of(server)["path"] == str(tmp_path / "a")
     apply(server, path=tmp_path / "b")
     assert status_of(server)["path"] == str(tmp_path / "b")
     apply(server)
@@ -284,5 +284,5 @@ def test_a_trace_of_the_last_steps_needs_no_recording(embed: Embed) -> None:
 
 
 def test_settings_refuse_a_file_that_is_too_small() -> None:
-    with pytest.raises(Exception, match="record.max_bytes"):
+    with pytest.raises(ConfigError, match=r"record\.max_bytes"):
         Settings(record={"max_bytes": "1KiB"})

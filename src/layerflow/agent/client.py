@@ -46,8 +46,8 @@ from layerflow.wire.messages import (
     ReleaseHandoff,
     Reset,
     StatusRequest,
-    TraceRequest,
     ToClient,
+    TraceRequest,
     WatchHandoff,
     Welcome,
 )

@@ -48,6 +48,10 @@ AWAY_S = 0.5
 """After a lookup without an answer, lookups miss at once for so long instead of waiting again."""
 
 
+JsonQuestion = StatusRequest | Purge | Reset | RecordRequest | TraceRequest
+"""Questions that are answered by JSON."""
+
+
 class Control:
     """A synchronous control client; safe to share between threads, one call at a time.
 
@@ -299,7 +303,7 @@ class Control:
         with self._lock:
             self._client.close()
 
-    def _ask_json(self, message: StatusRequest | Purge | Reset | RecordRequest | TraceRequest, timeout_s: float) -> dict[str, Any]:
+    def _ask_json(self, message: JsonQuestion, timeout_s: float) -> dict[str, Any]:
         with self._lock:
             inquiry = Pending(until=time.monotonic() + timeout_s)
             self._ask(inquiry, message)

@@ -9,11 +9,12 @@ import numpy as np
 
 from layerflow.agent.descriptors import Numbered, PartDescriptor
 from layerflow.agent.hit_plan import columns_of
-from layerflow.agent.lanes.load import WorkerDrivenLayer, WorkerDrivenLoads
+from layerflow.agent.lanes.load import WorkerDrivenLoads
 from layerflow.agent.lanes.task import EmulatedLink
 from layerflow.agent.mapping import KnownArena
 from layerflow.agent.step.loads import ObjectGuard
 from layerflow.agent.step.step import Step
+from layerflow.flow.window import PlannedLayer
 from layerflow.objects import HEADER_BYTES
 from layerflow.ops.extents import BlockList
 from layerflow.ops.paged import PagedMemory
@@ -45,7 +46,7 @@ class LoadLocator:
         self._full = [len(keep(spec.chunk_tokens)) for keep in self._keep]
         self._groups = len(spec.groups)
         self._layers = [
-            WorkerDrivenLayer(layer, group, spec.groups[group].bytes_per_block)
+            PlannedLayer(layer, group, spec.groups[group].bytes_per_block)
             for layer, (group, _) in enumerate(spec.layer_places())
         ]
 

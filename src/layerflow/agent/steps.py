@@ -285,7 +285,7 @@ class Steps(OpenSteps):
 
     def _locate_loads(self, loads: Sequence[PartDescriptor]) -> LocatedLoads | None:
         """Where all of these loads' objects are, by the plans of their hits; None: the server is to be asked."""
-        if not loads or self.lanes.load.planned.caps.window < 1:
+        if not loads or self.lanes.load.planned.caps.nbytes < 1:
             return None
         first = loads[0].places
         arena = self.arenas.get(first.incarnation) if first is not None else None

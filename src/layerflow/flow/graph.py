@@ -8,11 +8,12 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from layerflow.errors import InvalidTransition
 from layerflow.flow.events import LOAD, Direction, Event, FetchOpened, Hop, LayerShape, Part, SessionOpened, StepOpened
 from layerflow.flow.host_transfer import CallExtent, Client, HostTransfer
+from layerflow.flow.window import BatchExtent, BlockCursor
 from layerflow.lives import Life
 
 # What the core knows of an attached engine worker.
@@ -139,18 +140,8 @@ def touches(spans: Sequence[Span], lo: int, hi: int) -> bool:
     return (at < len(spans) and spans[at][0] < hi) or (at > 0 and spans[at - 1][1] > lo)
 
 
-class BatchExtent(NamedTuple):
-    """One batch's extent: blocks `lo` to `hi`; bytes `byte_lo` to `byte_hi` of block `lo` where it is split."""
-
-    lo: int
-    hi: int
-    byte_lo: int
-    byte_hi: int
-    nbytes: int
-
-
 @dataclass(slots=True, eq=False)
-class Cursor:
+class Cursor(BlockCursor):
     """Blocks of a transfer that have reached the same layer.
 
     :param index: position of the cursor's layer within the transfer's layers; their number when all is granted.
@@ -204,15 +195,6 @@ class Cursor:
         self.limit = layers
         if layers == len(self.transfer.shape.layers):
             self.incoming = 0
-
-    def next_extent(self, max_blocks: int, max_bytes: int) -> BatchExtent:
-        """The next batch under the caps; the cursor stays."""
-        block_bytes, at = self.block_bytes, self.at
-        if self.byte_at or block_bytes > max_bytes:
-            byte_hi = min(block_bytes, self.byte_at + max_bytes)
-            return BatchExtent(at, at + 1, self.byte_at, byte_hi, byte_hi - self.byte_at)
-        blocks = min(self.end - at, max_blocks, max_bytes // block_bytes)
-        return BatchExtent(at, at + blocks, 0, 0, blocks * block_bytes)
 
     def advance(self, extent: BatchExtent) -> bool:
         """Move the cursor past `extent`; whether that finished the layer."""

@@ -15,8 +15,9 @@ import sys
 
 from layerflow.flow.commands import Command, Submit
 from layerflow.flow.events import LOAD, SAVE, Direction
-from layerflow.flow.graph import BatchExtent, Cursor, InFlightBatch, Session
+from layerflow.flow.graph import Cursor, InFlightBatch, Session
 from layerflow.flow.state import State
+from layerflow.flow.window import BatchExtent
 
 
 def grant(state: State, out: list[Command], most: int) -> None:

@@ -244,6 +244,13 @@ class Metrics:
         self._limit_backlog = gauge("limit_save_backlog_bytes", "Unsaved bytes past which saves are shed.")
         self._limit_stagger = gauge("limit_stagger_seconds", "Distance of neighbouring stagger slots; 0 = off.")
 
+        self._config = gauge("config_info", "1, labelled with the file whose settings hold.", "path", "sha256")
+        self._config_applied = gauge("config_applied_timestamp_seconds", "When these were taken, Unix time.")
+        self._config_refused = gauge(
+            "config_refused_timestamp_seconds", "Since when the file is refused or gone, Unix time; 0 = it is not."
+        )
+        self._config_refusals = counter("config_refusals", "Edits of the file that were refused.")
+
         self._reasons: dict[Counter, set[str]] = {}
 
     def sessions(self, count: int, bound: Mapping[str, int] = MappingProxyType({})) -> None:
@@ -345,6 +352,17 @@ class Metrics:
         self._limit_inflight.set(limits.max_granted_bytes)
         self._limit_backlog.set(limits.save_backlog_bytes)
         self._limit_stagger.set(limits.stagger_us / 1e6)
+
+    def config_file(self, path: str, sha256: str, applied_at: float, *, refused_at: float, refusals: int) -> None:
+        """Show the watched file's state. Times are seconds since the epoch, 0 = never.
+
+        :param refusals: since the start.
+        """
+        self._config.clear()
+        self._config.labels(path, sha256).set(1)
+        self._config_applied.set(applied_at)
+        self._config_refused.set(refused_at)
+        self._seen.raise_to(self._config_refusals, refusals)
 
     def pool(self, statistics: PoolStatistics) -> None:
         """A fresh snapshot of the pool. Its counts since start become counters; a restarted pool adds on."""

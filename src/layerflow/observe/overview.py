@@ -14,6 +14,8 @@ COLUMNS: Final = ("engine", "model", "tp", "steps", "GB/s", "exposed ms", "hit %
 TEXTS: Final = 2
 """So many columns, from the first, are text; the others are figures."""
 NOTHING: Final = "-"
+SHOWN_DIGITS: Final = 12
+"""Of a file's hash."""
 _UNITS: Final = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -53,6 +55,7 @@ def overview(found: Mapping[str, Any]) -> Overview:
         "peers": _peers(found.get("peers") or {}),
         "recording": _recording(found.get("recording") or {}),
         "loop": _loop(found.get("figures") or {}),
+        "file": _file(found.get("config") or {}),
     }
     return Overview(
         ", ".join(word for word in words if word),
@@ -177,9 +180,23 @@ def _loop(figures: Mapping[str, Any]) -> str:
     )
 
 
+def _file(config: Mapping[str, Any]) -> str:
+    """The watched file, and when its settings were taken."""
+    words = [str(config.get("path") or "")]
+    if config.get("applied_s_ago") is not None:
+        words.append(f"sha256 {str(config.get('sha256', ''))[:SHOWN_DIGITS]}")
+        words.append(f"applied {duration(config['applied_s_ago'])} ago")
+    return ", ".join(word for word in words if word)
+
+
 def _notes(found: Mapping[str, Any], workers: list[Mapping[str, Any]]) -> Iterator[str]:
     if not workers:
         yield "no engine worker is attached"
+    config = found.get("config") or {}
+    if config.get("refused_since"):
+        why = "; ".join(config.get("problems") or [])
+        since = f"since {config['refused_since']} ({duration(config.get('refused_s') or 0)})"
+        yield f"{config.get('path', '?')} is refused {since}, and the old values hold: {why}"
     for worker in workers:
         if worker.get("silent"):
             since = duration(worker.get("heard_s_ago", 0))

@@ -66,8 +66,8 @@ class Driver:
     :param send: queue a message for a session.
     :param step_done: told of each finished step (session, loaded bytes, saved bytes).
 
-    `tier`: what lies behind the pool; None = nothing. `recorder`: may be recording; None = never. `unclaimed`: objects
-    that a worker did not store in its turn: any equal one may.
+    `sources`: of objects that are not in the pool; None = there are none. `recorder`: may be recording; None = never.
+    `unclaimed`: objects that a worker did not store in its turn: any equal one may.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Driver:
         step_done: Callable[[StepDone], None],
     ) -> None:
         self.flow = Flow(limits)
-        self.tier: ObjectSources | None = None
+        self.sources: ObjectSources | None = None
         self.unclaimed: ExpiringSet[bytes] = ExpiringSet(MOST_UNCLAIMED)
         self.incoming = IncomingObjects(pool, self.emit)
         self.follows = IncomingSaves(self.incoming, self._part_of)
@@ -241,8 +241,8 @@ class Driver:
             case Call() | ObjectsLost() | TransferDone() if command.hop is not Hop.WRITE:
                 self.incoming.obey(command)
             case Call() | ObjectsLost() | TransferDone() | WriteBegun() | ObjectsPublished():
-                assert self.tier is not None
-                self.tier.obey(command)
+                assert self.sources is not None
+                self.sources.obey(command)
             case WakeAt():
                 self._wake = command.when
 
@@ -251,7 +251,7 @@ class Driver:
         self._metrics.load_failed(_word(command.reason))
         if command.reason.startswith(BROKEN):
             keys = book.keys_of(command.group, command.lo, command.hi)
-            hidden = self.tier.hide(keys) if book.direct and self.tier is not None else self._pool.hide(keys)
+            hidden = self.sources.hide(keys) if book.direct and self.sources is not None else self._pool.hide(keys)
             self._log.warning(
                 "load_broken", session=command.session, step=command.step, request=command.request, hidden=hidden
             )
@@ -283,8 +283,8 @@ class Driver:
                     self.unclaimed.discard(key)
             if self.handoffs is not None:
                 self.handoffs.stored(keys, time.monotonic())
-            if self.tier is not None:
-                self.tier.committed(step, keys)
+            if self.sources is not None:
+                self.sources.committed(step, keys)
         else:
             self.follows.revoke_reservations(keys, book.owner, reason)
             if self.handoffs is not None:

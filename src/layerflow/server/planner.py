@@ -92,7 +92,7 @@ class PlannedStep:
 
 def plan_loads(
     pool: Pool,
-    tier: ObjectSources | None,
+    sources: ObjectSources | None,
     session: ClientSession,
     *,
     book: StepRecord,
@@ -111,10 +111,10 @@ def plan_loads(
     # These pins end with the step, however it ends; with a lost session, too.
     located = [pool.acquire(wanted.keys, book.owner, math.inf, counts=wanted.counts.tolist()) for wanted in loads]
     _follow(follows, session, loads, located)
-    if tier is not None:
+    if sources is not None:
         lacking = [key for wanted, found in zip(loads, located, strict=True) for key in _missing(wanted, found)]
         handoffs.cancel_reservations(session.engine, [key for key in lacking if follows.coming(key) is None])
-        _bring(tier, incoming, session, loads, located)
+        _bring(sources, incoming, session, loads, located)
     plans: list[PlanPart] = []
     parts: list[Part] = []
     bad: set[str] = set()
@@ -195,7 +195,7 @@ def _follow(
 
 
 def _bring(
-    tier: ObjectSources,
+    sources: ObjectSources,
     incoming: IncomingObjects,
     session: ClientSession,
     loads: list[CheckedPart],
@@ -211,7 +211,7 @@ def _bring(
                 tail = (wanted.tail, wanted.parent) if key == wanted.keys[-1] else (0, b"")
                 lacking.setdefault(wanted.group, {})[key] = stored_object(spec, wanted.group, key, *tail)
     for group, objects in lacking.items():
-        tier.bring(list(objects.values()), spec.groups[group].layers, session.engine)
+        sources.bring(list(objects.values()), spec.groups[group].layers, session.engine)
 
 
 # The objects that a step saves: which of them this worker stores, and their room.
@@ -271,7 +271,7 @@ def plan_saves(
 
 def plan_step(
     pool: Pool,
-    tier: ObjectSources | None,
+    sources: ObjectSources | None,
     session: ClientSession,
     *,
     message: OpenStep,
@@ -284,7 +284,7 @@ def plan_step(
 ) -> PlannedStep:
     """Pin the objects to load, reserve room for those to save, and number the blocks.
 
-    What the arena lacks is fetched from the tier.
+    What the arena lacks is fetched from its sources.
 
     :param replicas: per group, which of the workers that hold the same heads this one is: they take turns in storing.
     :param unclaimed: objects that another worker did not store in its turn.
@@ -300,7 +300,7 @@ def plan_step(
         take_over(pool, session, book, message, loads)
         if message.planned
         else plan_loads(
-            pool, tier, session, book=book, loads=loads, handoffs=handoffs, incoming=incoming, follows=follows
+            pool, sources, session, book=book, loads=loads, handoffs=handoffs, incoming=incoming, follows=follows
         )
     )
     save_plan, save_parts, full, placed = plan_saves(
@@ -322,9 +322,9 @@ def plan_step(
         planned=message.planned,
     )
     events: list[Event] = [opened]
-    if tier is not None:
+    if sources is not None:
         for group, (objects, parts) in placed.items():
-            events += tier.plan(
+            events += sources.plan(
                 (session.number, message.step),
                 session.engine,
                 group,

@@ -360,8 +360,8 @@ class Recorder:
             False, str(ended.path), ended.began, self._until, ended.records, ended.dropped, ended.nbytes, reason
         )
         ended.end()
-        say = log.warning if ended.failure else log.info
-        say("recording_ended", path=str(ended.path), reason=reason, events=ended.records, dropped=ended.dropped)
+        level = log.warning if ended.failure else log.info
+        level("recording_ended", path=str(ended.path), reason=reason, events=ended.records, dropped=ended.dropped)
 
     def _forget_ended(self) -> None:
         """Let go of threads that have closed their files; the last one's counts are final then."""

@@ -53,6 +53,7 @@ from layerflow.wire.zmtp import Mechanism, Null
 if TYPE_CHECKING:
     from layerflow.server.peers.peers import Peers
     from layerflow.server.tier.tier import Tier
+    from layerflow.server.watch import FileState
 
 
 # The server's slow clock: leases that ran out, peers that fell silent, how late the loop runs.
@@ -162,6 +163,7 @@ class Server:
 
     def __init__(self, settings: Settings, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:
         self.settings = settings
+        self._file: FileState | None = None
         tier = terms.tier_of(settings)
         _check_memory(settings)
         self.metrics = Metrics()
@@ -220,7 +222,7 @@ class Server:
             from layerflow.server.sources import ObjectSources  # noqa: PLC0415 - most servers have none
 
             source = self.peers.source if self.peers is not None else None
-            sources = self.driver.tier = ObjectSources(settings.pool, self.tier, source)
+            sources = self.driver.sources = ObjectSources(settings.pool, self.tier, source)
         questions = SpanQuestions(self._send)
         self.recorder = self.driver.recorder = Recorder(self._standing, questions)
         self._server_context = ServerContext(
@@ -241,7 +243,7 @@ class Server:
             pd=lambda: self.settings.pd,
             plans=PinnedHits(self.pool),
             incarnation=secrets.randbits(62) + 1,
-            tier=sources,
+            sources=sources,
             mailboxes=self.mailboxes,
             peers=self.peers,
             direct=bool(terms.direct_options(settings)),
@@ -352,10 +354,17 @@ class Server:
             if (note := session_note(session, at)) is not None:
                 yield note
 
+    def file_changed(self, state: FileState) -> None:
+        """Show this state of the watched configuration file in status and metrics."""
+        self._file = state
+        self.metrics.config_file(
+            state.path, state.sha256, state.applied_at, refused_at=state.refused_at, refusals=state.refusals
+        )
+
     def status(self) -> dict[str, object]:
         """Everything ``layerflow status`` shows, JSON-ready."""
         self.read_statistics()
-        found = status_of(self._server_context, self.settings, self.started_at, healthy=self.healthy)
+        found = status_of(self._server_context, self.settings, self.started_at, self._file, healthy=self.healthy)
         doors = {name: asdict(door.statistics()) for name, door in self._doors.items() if isinstance(door, Door)}
         arena = {
             "bytes": self._arena.nbytes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 from layerflow._version import __version__
@@ -12,6 +13,7 @@ from layerflow._version import __version__
 if TYPE_CHECKING:
     from layerflow.config.settings import Settings
     from layerflow.server.handlers.context import ServerContext
+    from layerflow.server.watch import FileState
     from layerflow.spec import ModelSpec
 
 
@@ -19,8 +21,13 @@ MOST_LISTED = 100
 """Hand-offs that are shown one by one."""
 
 
-def status_of(server: ServerContext, settings: Settings, started_at: float, *, healthy: bool) -> dict[str, object]:
-    """Sessions, limits, pool, core and figures. Sizes in bytes, times in seconds unless named otherwise."""
+def status_of(
+    server: ServerContext, settings: Settings, started_at: float, file: FileState | None, *, healthy: bool
+) -> dict[str, object]:
+    """Sessions, limits, pool, core and figures. Sizes in bytes, times in seconds unless named otherwise.
+
+    :param file: the watched configuration file; None = none is watched.
+    """
     now = time.monotonic()
     return {
         "version": __version__,
@@ -53,8 +60,9 @@ def status_of(server: ServerContext, settings: Settings, started_at: float, *, h
             for session in server.sessions
         ],
         "limits": settings.transfer.model_dump(),
+        "config": None if file is None else _file(file),
         "pool": dataclasses.asdict(server.pool.statistics()),
-        "tier": None if server.tier is None or server.tier.tier is None else server.tier.tier.status(),
+        "tier": None if server.sources is None or server.sources.tier is None else server.sources.tier.status(),
         "handoffs": _handoffs(server, now),
         "peers": None if server.peers is None else server.peers.status(),
         "follows": {
@@ -65,6 +73,25 @@ def status_of(server: ServerContext, settings: Settings, started_at: float, *, h
         "recording": server.recorder.status(),
         "flow": dataclasses.asdict(server.driver.flow.statistics()),
         "figures": server.metrics.summary(),
+    }
+
+
+def _file(file: FileState) -> dict[str, object]:
+    """Which file, when it was last applied, and since when and why an edit of it is refused (None = none is)."""
+    now = time.time()
+
+    def when(at: float) -> str | None:
+        return datetime.fromtimestamp(at).astimezone().isoformat(timespec="seconds") if at else None
+
+    return {
+        "path": file.path,
+        "sha256": file.sha256,
+        "applied_at": when(file.applied_at),
+        "applied_s_ago": round(now - file.applied_at, 3) if file.applied_at else None,
+        "refused_since": when(file.refused_at),
+        "refused_s": round(now - file.refused_at, 3) if file.refused_at else None,
+        "problems": list(file.problems),
+        "refusals": file.refusals,
     }
 
 

@@ -7,8 +7,11 @@ look the same.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,6 +35,32 @@ class Log(Protocol):
     def warning(self, event: str, **fields: Any) -> Any: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileState:
+    """The watched file as the server has taken it. Times are seconds since the epoch.
+
+    :param path: absolute.
+    :param sha256: of the file whose settings are in force, as ``sha256sum`` prints it.
+    :param applied_at: when these were taken.
+    :param refused_at: since when the file says something else that is refused, or is gone; 0 = it does not.
+    :param problems: why, a line each.
+    :param refusals: edits that were refused since the watch began.
+    """
+
+    path: str
+    sha256: str
+    applied_at: float
+    refused_at: float = 0.0
+    problems: tuple[str, ...] = ()
+    refusals: int = 0
+
+
+GONE = "the file is gone"
+
+
+def _ignore(_: FileState) -> None: ...
+
+
 async def watch_config(
     path: Path,
     overrides: Mapping[str, Any],
@@ -39,6 +68,7 @@ async def watch_config(
     log: Log,
     *,
     current: Settings | None = None,
+    tell: Callable[[FileState], None] = _ignore,
 ) -> None:
     """Load and apply the file after each change, until cancelled.
 
@@ -48,10 +78,11 @@ async def watch_config(
     :param overrides: the flags, which keep winning over the file.
     :param apply: takes the new settings; a :class:`ConfigError` from it refuses them.
     :param current: what the caller runs with; None = what the file says now.
+    :param tell: told the file's state when the watch begins, and after each edit.
     """
-    follower = _Follower(path, overrides, apply, log)
+    follower = _Follower(path, overrides, apply, log, tell)
     if current is None:
-        follower.seen = await anyio.to_thread.run_sync(_read, path)
+        follower.began_with(await anyio.to_thread.run_sync(_read, path))
         current = await anyio.to_thread.run_sync(Settings.load, path, overrides)
     follower.current = current
     await follower.look()
@@ -78,12 +109,21 @@ class _Follower:
         overrides: Mapping[str, Any],
         apply: Callable[[Settings], Awaitable[None] | None],
         log: Log,
+        tell: Callable[[FileState], None],
     ) -> None:
         self.seen: bytes | None = b""
+        self._state = FileState(path=str(path.absolute()), sha256="", applied_at=0.0)
+        self._tell = tell
         self._path = path
         self._overrides = overrides
         self._apply = apply
         self._log = log
+
+    def began_with(self, found: bytes | None) -> None:
+        """Note that the settings in force are those of the file with these bytes."""
+        self.seen = found
+        if found is not None:
+            self._taken(found)
 
     async def look(self) -> None:
         """Take what the file says now, if its bytes differ from those seen last."""
@@ -93,22 +133,42 @@ class _Follower:
         self.seen = found
         if found is None:
             self._log.warning("config_gone", path=str(self._path), effect="the old values stay")
+            self._refused((GONE,))
             return
         try:
             wanted = await anyio.to_thread.run_sync(Settings.load, self._path, self._overrides)
             changes = live_changes(self.current, wanted)
             if not changes:
+                self._taken(found)
                 return
             outcome = self._apply(wanted)
             if inspect.isawaitable(outcome):
                 await outcome
         except ConfigError as error:
-            self._log.warning(
-                "config_refused", path=str(self._path), problems=str(error).splitlines(), effect="the old values stay"
-            )
+            problems = str(error).splitlines()
+            self._log.warning("config_refused", path=str(self._path), problems=problems, effect="the old values stay")
+            self._refused(tuple(problems))
             return
         self.current = wanted
+        self._taken(found)
         self._log.info("config_applied", path=str(self._path), changes=changes)
+
+    def _taken(self, found: bytes) -> None:
+        self._state = replace(
+            self._state,
+            sha256=hashlib.sha256(found).hexdigest(),
+            applied_at=time.time(),
+            refused_at=0.0,
+            problems=(),
+        )
+        self._tell(self._state)
+
+    def _refused(self, problems: tuple[str, ...]) -> None:
+        # One bad edit after another: the file has differed from what is in force since the first of them.
+        since = self._state.refused_at or time.time()
+        refusals = self._state.refusals + 1
+        self._state = replace(self._state, refused_at=since, problems=problems, refusals=refusals)
+        self._tell(self._state)
 
 
 def _folders(path: Path) -> set[Path]:

@@ -9,15 +9,16 @@ from collections.abc import Callable
 
 import structlog
 
-from layerflow.agent.lanes.load import LoadLane, Stagger, WorkerDrivenCaps
+from layerflow.agent.lanes.load import LoadLane
 from layerflow.agent.lanes.save import SaveLane
-from layerflow.agent.lanes.task import CopyCaps, CopyTask, EmulatedLink, trace
+from layerflow.agent.lanes.task import CopyTask, EmulatedLink, trace
 from layerflow.agent.link import Link
 from layerflow.agent.step.step import Step
 from layerflow.agent.step.transfers import LOAD, SAVE
 from layerflow.agent.values import AgentCounters
 from layerflow.device.base import Device, DeviceEvent
 from layerflow.device.poller import Poller
+from layerflow.flow.window import BatchCaps, Stagger, WindowCaps
 from layerflow.spec import Shard
 from layerflow.wire.messages import BROKEN, Failure, Terms
 
@@ -132,9 +133,9 @@ class Lanes:
 
     def set_terms(self, terms: Terms, shard: Shard) -> None:
         """What the server wants kept to from now on."""
-        caps = CopyCaps(terms.max_transfer_blocks, terms.max_transfer_bytes)
+        caps = BatchCaps(terms.max_transfer_blocks, terms.max_transfer_bytes)
         self.load.caps = self.save.caps = caps
-        self.load.planned.caps = WorkerDrivenCaps(terms.window_bytes, terms.prefetch_layers)
+        self.load.planned.caps = WindowCaps(terms.window_bytes, terms.prefetch_layers)
         self.load.stagger = Stagger(shard.tp_rank, shard.tp_size, terms.stagger_us)
         emulated = terms.link_gbps, terms.link_latency_us
         self.links = EmulatedLink(*emulated), EmulatedLink(*emulated)

@@ -7,17 +7,12 @@ ends, which fails every step that waits for it, and the lane begins anew with wh
 from __future__ import annotations
 
 import itertools
-import math
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from layerflow.agent.lanes.task import (
-    CopyCaps,
     CopyTask,
     EmulatedLink,
     Lost,
@@ -32,6 +27,15 @@ from layerflow.agent.step.step import Step
 from layerflow.agent.step.transfers import CANCELLED, LOAD
 from layerflow.device.base import DeviceEvent
 from layerflow.device.timing import sleep_until, use_precise_timers
+from layerflow.flow.window import (
+    BatchCaps,
+    LayerBatch,
+    LayerCursor,
+    PlannedLayer,
+    Stagger,
+    Window,
+    WindowCaps,
+)
 from layerflow.ops.base import Copier
 from layerflow.system.threads import OwnedThread
 from layerflow.wire.messages import BROKEN, Batch, LostBlocks
@@ -40,25 +44,6 @@ from layerflow.wire.messages import BROKEN, Batch, LostBlocks
 #
 # The server grants nothing of them. Its caps hold all the same: a batch carries no more than one may, nothing moves
 # further ahead of the engine than ``prefetch_layers``, and what is on its way is within the worker's window.
-
-
-class WorkerDrivenLayer(NamedTuple):
-    """A layer: its group, and the bytes of each of its blocks."""
-
-    layer: int
-    group: int
-    block_bytes: int
-
-
-class WorkerDrivenCaps(NamedTuple):
-    """What of planned loads may be on its way.
-
-    :param window: bytes, all steps together.
-    :param depth: layers past the one whose attention has begun; 0 = any.
-    """
-
-    window: int = 0
-    depth: int = 0
 
 
 class WorkerDrivenLoads:
@@ -76,7 +61,7 @@ class WorkerDrivenLoads:
     def __init__(
         self,
         step: Step,
-        layers: Sequence[WorkerDrivenLayer],
+        layers: Sequence[PlannedLayer],
         blocks: Mapping[int, int],
         *,
         copier: Copier,
@@ -84,82 +69,46 @@ class WorkerDrivenLoads:
         over: Callable[[WorkerDrivenLoads], None],
     ) -> None:
         self.step = step
+        self.cursor = LayerCursor(layers, blocks)
         self.moved = 0
         self.lost: list[LostBlocks] = []
-        self._layers = layers
-        self._blocks = blocks
         self._copier = copier
         self._link = link
         self._over = over
-        self._number = self._index = self._at = self._byte_at = 0
-        self._flying = 0
+        self._number = self._ended_batches = 0
         self._ended = False
         self._lock = threading.Lock()
 
     @property
-    def distance(self) -> tuple[int, float]:
-        """The order of steps: how many layers ahead of the engine the next batch is, then the deadline."""
-        return self.layer - self.step.frontier, self.step.deadline
+    def frontier(self) -> int:
+        """The layer whose attention has begun."""
+        return self.step.frontier
 
     @property
-    def layer(self) -> int:
-        """The next batch's layer."""
-        return self._layers[self._index].layer
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block of the next batch's layer."""
-        return self._layers[self._index].block_bytes
-
-    def cut_batches(self, caps: CopyCaps, room: int, upto: int) -> list[CopyTask]:
-        """The next batches; to be called while :attr:`left`.
-
-        :param room: bytes for them, beyond which there is none but the first.
-        :param upto: of layers up to this one.
-        """
-        layers, number = self._layers, self.step.number
-        batches: list[Batch] = []
-        while self._index < len(layers):
-            layer, group, block_bytes = layers[self._index]
-            lo, hi, byte_lo, byte_hi = self._extent(caps)
-            nbytes = byte_hi - byte_lo if byte_hi else (hi - lo) * block_bytes
-            if layer > upto or (batches and nbytes > room):
-                break
-            room -= nbytes
-            if byte_hi and byte_hi < block_bytes:
-                self._byte_at = byte_hi
-            else:
-                self._byte_at, self._at = 0, hi
-            seals = self._at == self._blocks[group]
-            if seals:
-                self._at, self._index = 0, self._index + 1
-            self._number += 1
-            batches.append(Batch(number, self._number, LOAD, layer, lo, hi, byte_lo, byte_hi, nbytes, -1, seals))
-        with self._lock:
-            self._flying += len(batches)
-        self.step.grant(batches)
-        step, copier, link, ended = self.step, self._copier, self._link, self.ended
-        return [CopyTask(batch, step, copier, link, None, ended=ended) for batch in batches]
-
-    def next_bytes(self, caps: CopyCaps) -> int:
-        """Bytes of the next batch."""
-        lo, hi, byte_lo, byte_hi = self._extent(caps)
-        return byte_hi - byte_lo if byte_hi else (hi - lo) * self._layers[self._index].block_bytes
-
-    @property
-    def fresh(self) -> bool:
-        """Is nothing cut yet?"""
-        return not self._number
+    def deadline(self) -> float:
+        """The step's, in monotonic seconds."""
+        return self.step.deadline
 
     @property
     def left(self) -> bool:
         """Is there a batch to cut? Of what was cut off, none."""
-        return self._index < len(self._layers) and not self.step.fenced
+        return not self.cursor.exhausted and not self.step.fenced
+
+    def tasks(self, cut: Sequence[LayerBatch]) -> list[CopyTask]:
+        """The copies of batches that were cut."""
+        number, batches = self.step.number, []
+        for layer, (lo, hi, byte_lo, byte_hi, nbytes), seals in cut:
+            self._number += 1
+            batches.append(Batch(number, self._number, LOAD, layer, lo, hi, byte_lo, byte_hi, nbytes, -1, seals))
+        self.step.grant(batches)
+        step, copier, link, ended = self.step, self._copier, self._link, self.ended
+        return [CopyTask(batch, step, copier, link, None, ended=ended) for batch in batches]
 
     def finish_if_done(self) -> None:
         """Say that it is over, where it is: nothing is left and nothing moves. Once."""
         with self._lock:
-            if self._ended or self._flying or self.left:
+            # First whether something is left: whoever sees that nothing is sees all batches counted.
+            if self._ended or self.left or self._ended_batches < self.cursor.batches:
                 return
             self._ended = True
         self._over(self)
@@ -168,125 +117,54 @@ class WorkerDrivenLoads:
         """A batch has ended; "" = its bytes are in place."""
         batch = task.batch
         with self._lock:
-            self._flying -= 1
+            self._ended_batches += 1
             if not failure:
                 self.moved += batch.nbytes
             elif not failure.startswith(CANCELLED):
                 self.lost.append(LostBlocks(self.step.group_of(batch.layer), batch.lo, batch.hi, failure))
         self.finish_if_done()
 
-    def _extent(self, caps: CopyCaps) -> tuple[int, int, int, int]:
-        _, group, size = self._layers[self._index]
-        at, blocks = self._at, self._blocks[group]
-        if self._byte_at or size > caps.nbytes:
-            return at, at + 1, self._byte_at, min(size, self._byte_at + caps.nbytes)
-        return at, at + min(blocks - at, caps.blocks, caps.nbytes // size), 0, 0
 
-
-@dataclass(slots=True)
 class WorkerDrivenQueue:
-    """All steps with planned loads that have something left to cut; the load lane's alone, but for :meth:`landed`.
+    """The window of all steps with planned loads; the load lane's alone, but for :meth:`landed`."""
 
-    :ivar caps: of what is on its way.
-    """
-
-    caps: WorkerDrivenCaps = field(default_factory=WorkerDrivenCaps)
-    _steps: list[WorkerDrivenLoads] = field(default_factory=list)
-    _flying: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(self, caps: WindowCaps = WindowCaps()) -> None:  # noqa: B008 - a value
+        self._window = Window[WorkerDrivenLoads](caps)
+        self._lock = threading.Lock()
 
     def __bool__(self) -> bool:
-        return bool(self._steps)
+        return bool(self._window)
+
+    @property
+    def caps(self) -> WindowCaps:
+        """Of what is on its way."""
+        return self._window.caps
+
+    @caps.setter
+    def caps(self, caps: WindowCaps) -> None:
+        self._window.caps = caps
 
     def add(self, loads: WorkerDrivenLoads) -> None:
         """A step was opened."""
-        self._steps.append(loads)
+        self._window.add(loads)
 
     def landed(self, nbytes: int) -> bool:
         """A batch has ended, on whatever thread; does anything wait for its room?"""
         with self._lock:
-            self._flying -= nbytes
-        return bool(self._steps)
+            self._window.landed(nbytes)
+        return bool(self._window)
 
-    def take(self, caps: CopyCaps) -> list[CopyTask]:
+    def take(self, caps: BatchCaps) -> list[CopyTask]:
         """What may move now: the nearest layer first, as far as the window goes.
 
         :param caps: of one call.
         """
-        window, depth = self.caps
-        most = max(1, min(caps.nbytes, window))
-        taken: list[CopyTask] = []
-        while self._steps:
-            for loads in [each for each in self._steps if not each.left]:
-                self._steps.remove(loads)
-                loads.finish_if_done()
-            if not self._steps:
-                break
-            alone = len(self._steps) == 1
-            first = self._steps[0] if alone else min(self._steps, key=lambda each: each.distance)
-            # A device is given the next batches before the first has landed. A block is not cut for that.
-            caps = CopyCaps(caps.blocks, min(most, max(window // FLYING, first.block_bytes)))
-            with self._lock:
-                room = window - self._flying
-                if self._flying and first.next_bytes(caps) > room:
-                    break
-                # Where others wait too, it is their turn again behind this layer; and the first bytes leave at once.
-                near, fresh = first.layer, first.fresh
-                upto = sys.maxsize if alone and not fresh else near + FIRST_LAYERS - 1 if alone else near
-                tasks = first.cut_batches(caps, room, min(upto, first.step.frontier + depth) if depth else upto)
-                self._flying += sum([task.batch.nbytes for task in tasks])
-            taken += tasks
-            if fresh or not tasks:  # what is nearest may not move yet, nor then may anything else
-                break
-        return taken
-
-
-FLYING = 4
-"""Batches that a window has room for at least, where blocks are that small."""
-
-FIRST_LAYERS = 2
-"""Of a step. They leave before the others are cut."""
-
-
-# When a tensor-parallel rank begins a layer's copies, so that the ranks of a machine do not share a link.
-#
-# Time is cut into turns of `tp_size` slots, counted from zero of the monotonic clock, which all processes of a machine
-# share. Each layer takes a turn of its own; within it, a rank begins in slot ``(tp_rank + layer) % tp_size``: ranks
-# that load the same layers in the same turns never begin together, and none of them is always the last.
-
-
-class Stagger:
-    """One rank's slots.
-
-    :param stagger_us: length of a slot; 0 = everything begins at once.
-    """
-
-    def __init__(self, tp_rank: int, tp_size: int, stagger_us: int) -> None:
-        self._rank = tp_rank
-        self._size = tp_size
-        self._slot_s = stagger_us * 1e-6
-        self._last_turn = -1
-
-    @property
-    def on(self) -> bool:
-        """Is there anything to wait for?"""
-        return self._slot_s > 0.0 and self._size > 1
-
-    def begin(self, layer: int, now: float, patience_s: float) -> float:
-        """When to begin a layer that could begin now. Call once for each layer, right before it is submitted.
-
-        :param now: monotonic seconds.
-        :param patience_s: a slot that is further off is not waited for.
-        :returns: the slot's beginning, or `now`.
-        """
-        turn_s = self._slot_s * self._size
-        offset = self._slot_s * ((self._rank + layer) % self._size)
-        turn = max(math.ceil((now - offset) / turn_s), self._last_turn + 1)
-        when = turn * turn_s + offset
-        if when - now > patience_s:
-            return now
-        self._last_turn = turn
-        return max(now, when)
+        with self._lock:
+            taken, exhausted = self._window.take(caps)
+        tasks = [task for loads, cut in taken for task in loads.tasks(cut)]
+        for loads in exhausted:
+            loads.finish_if_done()
+        return tasks
 
 
 class LoadLane:
@@ -305,7 +183,7 @@ class LoadLane:
     """
 
     def __init__(self, report: Report, on_reported: Callable[[], None], lost: Lost) -> None:
-        self.caps = CopyCaps()
+        self.caps = BatchCaps()
         self.stagger = Stagger(0, 1, 0)
         self._tell = report
         self._on_reported = on_reported

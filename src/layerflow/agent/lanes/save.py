@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from layerflow.agent.lanes.task import (
-    CopyCaps,
     CopyTask,
     Lost,
     Report,
@@ -27,6 +26,7 @@ from layerflow.agent.step.step import Step
 from layerflow.agent.step.transfers import CANCELLED, SAVE
 from layerflow.device.base import DeviceEvent
 from layerflow.device.timing import use_precise_timers
+from layerflow.flow.window import BatchCaps
 from layerflow.ops.copier import CpuCopier
 from layerflow.system.threads import OwnedThread
 
@@ -47,7 +47,7 @@ class SaveLane:
     """
 
     def __init__(self, report: Report, on_reported: Callable[[bool], None], lost: Lost) -> None:
-        self.caps = CopyCaps()
+        self.caps = BatchCaps()
         self._tell = report
         self._on_reported = on_reported
         self._lost = lost
@@ -137,7 +137,7 @@ class SaveLane:
             else:
                 waiting.add(step)
         for step, computed in ready.items():
-            jobs = take_coalescible(computed, CopyCaps(self.caps.blocks, min(self.caps.nbytes, REPORT_BYTES)))
+            jobs = take_coalescible(computed, BatchCaps(self.caps.blocks, min(self.caps.nbytes, REPORT_BYTES)))
             if step not in waiting or _is_worth_it(computed):
                 self._gated = [job for job in self._gated if job not in jobs]
                 return jobs

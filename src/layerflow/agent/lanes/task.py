@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import structlog
@@ -19,6 +19,7 @@ from layerflow.agent.step.step import Step
 from layerflow.agent.step.transfers import CANCELLED, LOAD
 from layerflow.device.base import DeviceEvent
 from layerflow.errors import DeadlineExceeded
+from layerflow.flow.window import BatchCaps
 from layerflow.observe.trace import Span
 from layerflow.ops.base import Copier
 from layerflow.ops.copier import CpuCopier
@@ -103,14 +104,7 @@ def can_coalesce(job: CopyTask, first: CopyTask) -> bool:
     )
 
 
-class CopyCaps(NamedTuple):
-    """What one call copies at most: blocks, each layer's counted, and bytes."""
-
-    blocks: int = 4096
-    nbytes: int = 64 << 20
-
-
-def take_coalescible(jobs: Iterable[CopyTask], caps: CopyCaps, *, one_layer: bool = False) -> list[CopyTask]:
+def take_coalescible(jobs: Iterable[CopyTask], caps: BatchCaps, *, one_layer: bool = False) -> list[CopyTask]:
     """The first batch, and those behind it that can share its call.
 
     A batch that was granted under larger caps is a call of its own.

@@ -36,7 +36,7 @@ class ServerContext:
     :param lease_s: how long leases usually last.
     :param recorder: takes notes of what happens, while a recording is wanted.
     :param span_questions: what workers are asked of their last steps.
-    :param tier: where objects come from that are not in the pool; None = nowhere.
+    :param sources: where objects come from that are not in the pool; None = nowhere.
     :param peers: servers that read here, and that are read from; None = there are none.
     :param direct: engine workers may move bytes past the arena.
     :param draining: the server takes no new work.
@@ -62,7 +62,7 @@ class ServerContext:
     recorder: Recorder
     span_questions: SpanQuestions
     log_limit: LogRateLimiter = field(default_factory=LogRateLimiter)
-    tier: ObjectSources | None = None
+    sources: ObjectSources | None = None
     peers: Peers | None = None
     direct: bool = False
     draining: bool = False

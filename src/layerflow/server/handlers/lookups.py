@@ -118,14 +118,14 @@ class LookupHandler:
         context, message, spec = self._context, asked.message, session.spec
         assert spec is not None
         received_at = time.monotonic()
-        if context.tier is None:
+        if context.sources is None:
             await self._find(
                 session, asked, received_at, functools.partial(search_prompt, context.pool, spec, asked), reason=reason
             )
             return
         # Direct workers read the pool themselves, and no peer.
         direct = any(worker.direct for worker in context.sessions.workers_of(session.engine))
-        behind = context.tier.tier if direct else context.tier
+        behind = context.sources.tier if direct else context.sources
         assert behind is not None
         prompt = asked.digests, message.tokens, message.tail
         with session.account.charge(waiting(message), kept_bytes(message)) as charge:
@@ -133,13 +133,13 @@ class LookupHandler:
             found = await unreplaced(session, question)
         if message.compute_ms:
             objects = prompt_objects(spec, len(asked.digests) + bool(message.tail))
-            found = context.tier.worth_fetching(found, message.compute_ms / 1e3, objects)
+            found = context.sources.worth_fetching(found, message.compute_ms / 1e3, objects)
         await self._fetch_and_answer(session, asked, found, received_at, reason=reason)
 
     async def _written(self, session: ClientSession, message: wire.Lookup) -> None:
         """Wait for what of the prompt is on its way into the tier; then of how many tokens is everything there?"""
         context, spec = self._context, session.spec
-        tier = context.tier.tier if context.tier is not None else None
+        tier = context.sources.tier if context.sources is not None else None
         assert spec is not None
         digests = (await read_lookup(spec, message)).digests
         if tier is None:
@@ -178,8 +178,8 @@ class LookupHandler:
 
         :param until: objects of other partitions may take so long; None = as long as a lookup.
         """
-        pool, tier, spec, lookup = self._context.pool, self._context.tier, session.spec, asked.message
-        assert tier is not None and spec is not None
+        pool, sources, spec, lookup = self._context.pool, self._context.sources, session.spec, asked.message
+        assert sources is not None and spec is not None
         workers = self._context.sessions.workers_of(session.engine)
         direct = any(worker.direct for worker in workers)
         # What a worker reads straight from the tier is not brought.
@@ -189,17 +189,17 @@ class LookupHandler:
         covering = None if direct else pool.covering(spec)
         pieces: set[bytes] = set()
         if covering is not None:
-            there = view_of_tier(pool, tier, found, covering=covering)
+            there = view_of_tier(pool, sources, found, covering=covering)
             hit = await in_slices(search_prompt(there, spec, asked))
             above = lookup.root, asked.digests
             pieces = await in_slices(
                 bring_pieces(
-                    pool, tier, spec, covering=covering, prompt=above, hit=hit, found=found, engine=session.engine
+                    pool, sources, spec, covering=covering, prompt=above, hit=hit, found=found, engine=session.engine
                 )
             )
         if pieces:
             # What has come by then counts; what comes later, for the next lookup of the prompt, while the lease lasts.
-            come_by = received_at + tier.settings.lookup_timeout_ms / 1e3 if until is None else until
+            come_by = received_at + sources.settings.lookup_timeout_ms / 1e3 if until is None else until
             lease_until = lookup.lease_ms / 1e3 + (time.monotonic() if until is None else until)
             session.hit_leases[lookup.request] = lease_until
             incoming = self._context.driver.incoming
@@ -214,7 +214,7 @@ class LookupHandler:
         search = functools.partial(
             find_and_bring,
             pool,
-            tier,
+            sources,
             spec,
             shards=shards,
             prompt=prompt,
@@ -244,7 +244,7 @@ class LookupHandler:
             until = time.monotonic() + message.lease_ms / 1e3
             places, leased = await self._lease(session, asked, hit, owner, until)
             # With a store behind the arena, the step that loads the hit brings back what leaves the arena now.
-            if self._context.tier is not None or pool.departures == before:
+            if self._context.sources is not None or pool.departures == before:
                 break
         if session.resets != resets:
             pool.release(owner)
@@ -274,13 +274,13 @@ class LookupHandler:
         spec = session.spec if hit.drafts else session.spec.own
         if not (hit.tokens or hit.tails):
             return b"", b""
-        pool, tier, message = self._context.pool, self._context.tier, asked.message
+        pool, sources, message = self._context.pool, self._context.sources, asked.message
         session.hit_leases[message.request] = until
         coming = lease_owner(session.engine, message.request)
         packed: list[bytes] = []
         for keys in hit_keys(spec, asked.digests, hit):
             packed.append(pool.lease(keys, owner, until))
-            if tier is not None:
+            if sources is not None:
                 self._context.driver.incoming.lease(keys, coming, until)
             await next_turn()
         told = b"".join(packed)

@@ -302,8 +302,8 @@ class Handlers:
             shapes = tuple(LayerShape(group, spec.groups[group].bytes_per_block) for group, _ in spec.layer_places())
             context.driver.handle(SessionOpened(session.number, shapes))
             context.pool.add_partition(spec)
-            if context.tier is not None and context.tier.tier is not None:
-                context.tier.tier.partitions.add_partition(spec)
+            if context.sources is not None and context.sources.tier is not None:
+                context.sources.tier.partitions.add_partition(spec)
         session.spec = message.spec
         if context.peers is not None and message.memory:
             context.peers.attached(message.spec)

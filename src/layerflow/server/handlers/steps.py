@@ -106,7 +106,7 @@ def _plan(context: ServerContext, session: ClientSession, message: wire.OpenStep
         return plan_direct(session, message, checked)
     return plan_step(
         context.pool,
-        context.tier,
+        context.sources,
         session,
         message=message,
         checked=checked,

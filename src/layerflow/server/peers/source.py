@@ -37,223 +37,7 @@ from layerflow.wire.messages import MAX_PEER_KEYS, PeerReleaseHandoff
 from layerflow.wire.packing import unpack_u32
 from layerflow.wire.peer_link import LINK_REST_S, Origin, encode_origin
 
-# Whether the models of peers are those of this server, and in which partitions they run there.
-#
-# Where models differ, nothing of theirs can ever hit. Where only tensor or pipeline sizes do, the objects of other
-# sizes are asked for beside those of the reader's own.
-
-
-MOST_MODELS = 256
-"""Models whose sizes are remembered: those of which was told last."""
-
 log = structlog.get_logger("layerflow.server.peers")
-
-
-class ModelCompatibility:
-    """Whether peers run the models of this server. What differs is logged once and shown in status.
-
-    :param models: the specs that workers here are attached with. :param numbers: of everything that peers are asked.
-    """
-
-    def __init__(self, models: Callable[[], Sequence[ModelSpec]], numbers: Iterator[int]) -> None:
-        self._models, self._numbers = models, numbers
-        self._asked: dict[int, tuple[PeerAttachment, ModelSpec]] = {}
-        self.differences: dict[str, dict[str, str]] = {}  #: by peer and model, the first fact that differs
-
-    def peer_up(self, peer: PeerAttachment) -> None:
-        """Compare all models with those of a peer."""
-        for spec in self._models():
-            self.compare(peer, spec)
-
-    def compare(self, peer: PeerAttachment, spec: ModelSpec) -> None:
-        """Ask a peer whether its model is this one."""
-        self._asked = {
-            number: asked
-            for number, asked in self._asked.items()
-            if asked[0] is not peer or asked[1].fingerprint != spec.fingerprint
-        }
-        number = next(self._numbers)
-        if peer.send(wire.PeerCompare(number, spec)):
-            self._asked[number] = peer, spec
-
-    def lost(self, peer: PeerAttachment) -> None:
-        """Forget questions that a peer will not answer."""
-        self._asked = {number: asked for number, asked in self._asked.items() if asked[0] is not peer}
-
-    def forget(self, peer: PeerAttachment) -> None:
-        """Forget a peer that is not attached any more."""
-        self.lost(peer)
-        self.differences.pop(peer.target.name, None)
-
-    def answered(self, peer: PeerAttachment, message: wire.PeerCompared) -> None:
-        """Take note of a peer's answer."""
-        known, spec = self._asked.pop(message.id, (None, None))
-        if known is not peer or spec is None:
-            return
-        found = self.differences.setdefault(peer.target.name, {})
-        if not message.difference:
-            found.pop(spec.name, None)
-        elif found.get(spec.name) != message.difference:
-            found[spec.name] = message.difference
-            log.warning("peer_differs", peer=peer.target.name, model=spec.name, difference=message.difference)
-
-
-class RemotePartitions:
-    """In which partitions peers store: told to the pool, whose lookups count what covers an object."""
-
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
-        self._remote: dict[bytes, list[Shard]] = {}
-
-    def add_partition(self, spec: ModelSpec) -> None:
-        """A worker of this model has attached here: what peers have told of it matters from now on."""
-        for shard in self._remote.get(spec.fingerprint, ()):
-            self._pool.add_remote_partition(spec.fingerprint, shard)
-
-    def add_peer_partitions(self, message: wire.PeerPartitions) -> None:
-        """A peer tells."""
-        known = self._remote.pop(message.model, [])
-        fresh = [*message.partitions, *(shard for shard in known if shard not in message.partitions)]
-        self._remote[message.model] = fresh[: wire.MAX_PEER_PARTITIONS]
-        if len(self._remote) > MOST_MODELS:
-            del self._remote[next(iter(self._remote))]
-        for shard in message.partitions:
-            self._pool.add_remote_partition(message.model, shard)
-
-
-# What reading from each peer costs, as measured: its importer's calls, which end in order, one after the other.
-
-
-class _ReadCall(NamedTuple):
-    number: int
-    nbytes: int
-    peer: str
-
-
-class LinkCosts:
-    """Latency and bandwidth by the name of the peer."""
-
-    def __init__(self) -> None:
-        self._calls: deque[_ReadCall] = deque()
-        self._began = 0.0
-        self._models: dict[str, LinkModel] = {}
-
-    def begun(self, call: int, nbytes: int, peer: str) -> None:
-        """The importer was given a call."""
-        if not self._calls:
-            self._began = time.monotonic()
-        self._calls.append(_ReadCall(call, nbytes, peer))
-
-    def ended(self, number: int, *, whole: bool) -> None:
-        """Note the end of a call to a peer. :param whole: all of it has come."""
-        now = time.monotonic()
-        while self._calls:
-            call = self._calls.popleft()
-            if call.number == number:
-                if whole:
-                    self._models.setdefault(call.peer, LinkModel()).observe(call.nbytes, now - self._began)
-                break
-        self._began = now
-
-    def lost(self) -> None:
-        """The importer is dead."""
-        self._calls.clear()
-
-    def forget(self, peer: str) -> None:
-        """Nothing is read from it any more."""
-        self._models.pop(peer, None)
-
-    def of(self, peer: str) -> LinkCost | None:
-        """What is known; None = too little."""
-        model = self._models.get(peer)
-        return model.estimate if model is not None else None
-
-    def slower_than_compute(self, offered: Mapping[bytes, tuple[str, int]], object_s: float) -> frozenset[bytes]:
-        """What would take longer to read than to compute, peer by peer; of a peer of which nothing is known, nothing.
-
-        :param offered: by key, the peer and the object's bytes. :param object_s: what computing one takes.
-        """
-        found: set[bytes] = set()
-        for peer in {name for name, _ in offered.values()}:
-            cost = self.of(peer)
-            sizes = {key: nbytes for key, (name, nbytes) in offered.items() if name == peer}
-            if cost is not None and cost.latency + sum(sizes.values()) / cost.bandwidth > object_s * len(sizes):
-                found.update(sizes)
-        return frozenset(found)
-
-
-# Releases of hand-offs that servers keep to which this one is not attached now: told as soon as it is.
-
-
-MAX_WAITING = 4096
-"""Past so many, of all servers together, the oldest is given up; its lease ends it."""
-
-
-class PeerReleases:
-    """One server's releases at its peers, delivered once they are attached. On its loop."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[tuple[PeerAttachment, str], float] = {}  # until when, monotonic seconds; oldest first
-        self._timer: asyncio.TimerHandle | None = None
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def tell(self, peer: PeerAttachment, name: str, until: float) -> None:
-        """Now, or once it is attached; past `until` (monotonic seconds) no more."""
-        self._waiting.pop((peer, name), None)
-        if peer.up and peer.send(PeerReleaseHandoff(name)):
-            return
-        self._waiting[peer, name] = until
-        surplus = len(self._waiting) - MAX_WAITING
-        self._give_up(list(itertools.islice(self._waiting, max(0, surplus))), f"{MAX_WAITING} newer ones wait")
-        if self._timer is None:
-            self._watch()
-
-    def peer_up(self, peer: PeerAttachment) -> None:
-        """Tell a peer that is attached what it has missed."""
-        for other, name in list(self._waiting):
-            if other is peer and not peer.send(PeerReleaseHandoff(name)):
-                return
-            if other is peer:
-                del self._waiting[peer, name]
-
-    def wait_for(self, peer: PeerAttachment) -> bool:
-        """Is there something to tell this peer once it is attached?"""
-        return any(other is peer for other, _ in self._waiting)
-
-    def forget(self, peer: PeerAttachment) -> None:
-        """This peer is told nothing any more."""
-        self._give_up([each for each in self._waiting if each[0] is peer], "it was away for too long")
-        self._watch()
-
-    def close(self) -> None:
-        """Tell nobody any more."""
-        self._waiting.clear()
-        self._watch()
-
-    def _watch(self) -> None:
-        """Wake when the first one's time is up."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self._waiting:
-            delay = max(0.0, min(self._waiting.values()) - time.monotonic())
-            self._timer = asyncio.get_running_loop().call_later(delay, self._expire)
-
-    def _expire(self) -> None:
-        now = time.monotonic()
-        over = [waiting for waiting, until in self._waiting.items() if until <= now]
-        self._give_up(over, "its lease has ended it by now")
-        self._watch()
-
-    def _give_up(self, waiting: list[tuple[PeerAttachment, str]], why: str) -> None:
-        for each in waiting:
-            del self._waiting[each]
-        if waiting:
-            peer, name = waiting[0]
-            log.warning("handoffs_not_released", handoffs=len(waiting), first=name, server=peer.target.name, reason=why)
-
 
 IMPORTER = "layerflow.hosts.peer.importer:Importer"
 HIDE_S = 30.0
@@ -625,3 +409,219 @@ class PeerSource:
         self._hidden.add(key, time.monotonic() + HIDE_S)
         self.offers.withdraw([key])
         log.warning("peer_read_failed", key=describe_key(key), outcome=name, reason=reason)
+
+
+# Whether the models of peers are those of this server, and in which partitions they run there.
+#
+# Where models differ, nothing of theirs can ever hit. Where only tensor or pipeline sizes do, the objects of other
+# sizes are asked for beside those of the reader's own.
+
+
+MOST_MODELS = 256
+"""Models whose sizes are remembered: those of which was told last."""
+
+
+class ModelCompatibility:
+    """Whether peers run the models of this server. What differs is logged once and shown in status.
+
+    :param models: the specs that workers here are attached with. :param numbers: of everything that peers are asked.
+    """
+
+    def __init__(self, models: Callable[[], Sequence[ModelSpec]], numbers: Iterator[int]) -> None:
+        self._models, self._numbers = models, numbers
+        self._asked: dict[int, tuple[PeerAttachment, ModelSpec]] = {}
+        self.differences: dict[str, dict[str, str]] = {}  #: by peer and model, the first fact that differs
+
+    def peer_up(self, peer: PeerAttachment) -> None:
+        """Compare all models with those of a peer."""
+        for spec in self._models():
+            self.compare(peer, spec)
+
+    def compare(self, peer: PeerAttachment, spec: ModelSpec) -> None:
+        """Ask a peer whether its model is this one."""
+        self._asked = {
+            number: asked
+            for number, asked in self._asked.items()
+            if asked[0] is not peer or asked[1].fingerprint != spec.fingerprint
+        }
+        number = next(self._numbers)
+        if peer.send(wire.PeerCompare(number, spec)):
+            self._asked[number] = peer, spec
+
+    def lost(self, peer: PeerAttachment) -> None:
+        """Forget questions that a peer will not answer."""
+        self._asked = {number: asked for number, asked in self._asked.items() if asked[0] is not peer}
+
+    def forget(self, peer: PeerAttachment) -> None:
+        """Forget a peer that is not attached any more."""
+        self.lost(peer)
+        self.differences.pop(peer.target.name, None)
+
+    def answered(self, peer: PeerAttachment, message: wire.PeerCompared) -> None:
+        """Take note of a peer's answer."""
+        known, spec = self._asked.pop(message.id, (None, None))
+        if known is not peer or spec is None:
+            return
+        found = self.differences.setdefault(peer.target.name, {})
+        if not message.difference:
+            found.pop(spec.name, None)
+        elif found.get(spec.name) != message.difference:
+            found[spec.name] = message.difference
+            log.warning("peer_differs", peer=peer.target.name, model=spec.name, difference=message.difference)
+
+
+class RemotePartitions:
+    """In which partitions peers store: told to the pool, whose lookups count what covers an object."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._remote: dict[bytes, list[Shard]] = {}
+
+    def add_partition(self, spec: ModelSpec) -> None:
+        """A worker of this model has attached here: what peers have told of it matters from now on."""
+        for shard in self._remote.get(spec.fingerprint, ()):
+            self._pool.add_remote_partition(spec.fingerprint, shard)
+
+    def add_peer_partitions(self, message: wire.PeerPartitions) -> None:
+        """A peer tells."""
+        known = self._remote.pop(message.model, [])
+        fresh = [*message.partitions, *(shard for shard in known if shard not in message.partitions)]
+        self._remote[message.model] = fresh[: wire.MAX_PEER_PARTITIONS]
+        if len(self._remote) > MOST_MODELS:
+            del self._remote[next(iter(self._remote))]
+        for shard in message.partitions:
+            self._pool.add_remote_partition(message.model, shard)
+
+
+# What reading from each peer costs, as measured: its importer's calls, which end in order, one after the other.
+
+
+class _ReadCall(NamedTuple):
+    number: int
+    nbytes: int
+    peer: str
+
+
+class LinkCosts:
+    """Latency and bandwidth by the name of the peer."""
+
+    def __init__(self) -> None:
+        self._calls: deque[_ReadCall] = deque()
+        self._began = 0.0
+        self._models: dict[str, LinkModel] = {}
+
+    def begun(self, call: int, nbytes: int, peer: str) -> None:
+        """The importer was given a call."""
+        if not self._calls:
+            self._began = time.monotonic()
+        self._calls.append(_ReadCall(call, nbytes, peer))
+
+    def ended(self, number: int, *, whole: bool) -> None:
+        """Note the end of a call to a peer. :param whole: all of it has come."""
+        now = time.monotonic()
+        while self._calls:
+            call = self._calls.popleft()
+            if call.number == number:
+                if whole:
+                    self._models.setdefault(call.peer, LinkModel()).observe(call.nbytes, now - self._began)
+                break
+        self._began = now
+
+    def lost(self) -> None:
+        """The importer is dead."""
+        self._calls.clear()
+
+    def forget(self, peer: str) -> None:
+        """Nothing is read from it any more."""
+        self._models.pop(peer, None)
+
+    def of(self, peer: str) -> LinkCost | None:
+        """What is known; None = too little."""
+        model = self._models.get(peer)
+        return model.estimate if model is not None else None
+
+    def slower_than_compute(self, offered: Mapping[bytes, tuple[str, int]], object_s: float) -> frozenset[bytes]:
+        """What would take longer to read than to compute, peer by peer; of a peer of which nothing is known, nothing.
+
+        :param offered: by key, the peer and the object's bytes. :param object_s: what computing one takes.
+        """
+        found: set[bytes] = set()
+        for peer in {name for name, _ in offered.values()}:
+            cost = self.of(peer)
+            sizes = {key: nbytes for key, (name, nbytes) in offered.items() if name == peer}
+            if cost is not None and cost.latency + sum(sizes.values()) / cost.bandwidth > object_s * len(sizes):
+                found.update(sizes)
+        return frozenset(found)
+
+
+# Releases of hand-offs that servers keep to which this one is not attached now: told as soon as it is.
+
+
+MAX_WAITING = 4096
+"""Past so many, of all servers together, the oldest is given up; its lease ends it."""
+
+
+class PeerReleases:
+    """One server's releases at its peers, delivered once they are attached. On its loop."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[PeerAttachment, str], float] = {}  # until when, monotonic seconds; oldest first
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def tell(self, peer: PeerAttachment, name: str, until: float) -> None:
+        """Now, or once it is attached; past `until` (monotonic seconds) no more."""
+        self._waiting.pop((peer, name), None)
+        if peer.up and peer.send(PeerReleaseHandoff(name)):
+            return
+        self._waiting[peer, name] = until
+        surplus = len(self._waiting) - MAX_WAITING
+        self._give_up(list(itertools.islice(self._waiting, max(0, surplus))), f"{MAX_WAITING} newer ones wait")
+        if self._timer is None:
+            self._watch()
+
+    def peer_up(self, peer: PeerAttachment) -> None:
+        """Tell a peer that is attached what it has missed."""
+        for other, name in list(self._waiting):
+            if other is peer and not peer.send(PeerReleaseHandoff(name)):
+                return
+            if other is peer:
+                del self._waiting[peer, name]
+
+    def wait_for(self, peer: PeerAttachment) -> bool:
+        """Is there something to tell this peer once it is attached?"""
+        return any(other is peer for other, _ in self._waiting)
+
+    def forget(self, peer: PeerAttachment) -> None:
+        """This peer is told nothing any more."""
+        self._give_up([each for each in self._waiting if each[0] is peer], "it was away for too long")
+        self._watch()
+
+    def close(self) -> None:
+        """Tell nobody any more."""
+        self._waiting.clear()
+        self._watch()
+
+    def _watch(self) -> None:
+        """Wake when the first one's time is up."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._waiting:
+            delay = max(0.0, min(self._waiting.values()) - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(delay, self._expire)
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        over = [waiting for waiting, until in self._waiting.items() if until <= now]
+        self._give_up(over, "its lease has ended it by now")
+        self._watch()
+
+    def _give_up(self, waiting: list[tuple[PeerAttachment, str]], why: str) -> None:
+        for each in waiting:
+            del self._waiting[each]
+        if waiting:
+            peer, name = waiting[0]
+            log.warning("handoffs_not_released", handoffs=len(waiting), first=name, server=peer.target.name, reason=why)
