@@ -32,7 +32,7 @@ from layerflow.recording.format import (
 )
 from layerflow.recording.notes import Transcript
 from layerflow.recording.reader import Recording
-from layerflow.recording.renumbering import _CHANGES, Numbers, Renumbering, word
+from layerflow.recording.renumbering import WITH_TEXT, Numbers, Renumbering, word
 from layerflow.recording.writer import RecordingWriter
 
 STANDING = SettingsInForce(0.0, {"pool": {"size": 1}})
@@ -98,18 +98,18 @@ def test_every_kind_with_a_text_has_a_way_to_leave_it_out() -> None:
             return any(texts(each) for each in typing.get_type_hints(kind).values())
         return any(texts(each) for each in get_args(kind))
 
-    assert {kind for kind in (*EVENTS, *COMMANDS) if texts(kind)} == set(_CHANGES)
+    assert {kind for kind in (*EVENTS, *COMMANDS) if texts(kind)} == set(WITH_TEXT)
 
 
 def test_names_and_texts_are_left_out() -> None:
     numbers, engines = Renumbering(), {3: "vllm-secret", 4: "other"}
     step = told.StepOpened(3, 1, 5.0, 9.0, (told.Part("alice", 0, 4),), (told.Part("bob", 0, 4),))
-    found = numbers.event(step, engines)
+    found = numbers.change(step, engines)
     assert [part.request for part in (*found.loads, *found.saves)] == ["1", "2"]
-    assert numbers.event(told.RequestAborted(3, "alice"), engines).request == "1"
-    assert numbers.event(told.RequestAborted(4, "alice"), engines).request == "3", "another engine's"
-    assert numbers.event(told.BatchFailed(3, 1, "cannot read /home/alice: gone"), engines).reason == "cannot read"
-    lost = numbers.event(wanted.LoadFailed(3, 1, "bob", 0, 1, 2, "broken: object ab12"), engines)
+    assert numbers.change(told.RequestAborted(3, "alice"), engines).request == "1"
+    assert numbers.change(told.RequestAborted(4, "alice"), engines).request == "3", "another engine's"
+    assert numbers.change(told.BatchFailed(3, 1, "cannot read /home/alice: gone"), engines).reason == "cannot read"
+    lost = numbers.change(wanted.LoadFailed(3, 1, "bob", 0, 1, 2, "broken: object ab12"), engines)
     assert (lost.request, lost.reason) == ("2", "broken")
 
 
@@ -135,12 +135,11 @@ def test_a_day_stays_within_its_size_and_the_newest_is_kept(tmp_path: Path) -> N
     writer = writer_of(path, now=0.0)
     transcript = Transcript()
     for now in range(0, 86_400, 10):
-        records: list[Any] = []
+        notes: list[Any] = []
         for number in range(10 * per_second):
             at = now + number * second / per_second
-            event = told.BatchDone(number % 64, now * 31 + number)
-            transcript.add((at, event, ()), records)
-        writer.add(records, now + 10.0)
+            notes.append((at, told.BatchDone(number % 64, now * 31 + number), ()))
+        writer.add(transcript.records_of(notes), now + 10.0)
         writer.flush()
         assert path.stat().st_size <= LEAST_BYTES
     writer.close()

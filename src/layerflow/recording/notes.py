@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -21,7 +21,7 @@ from layerflow.recording.format import (
     SettingsInForce,
     StepSeen,
 )
-from layerflow.recording.renumbering import Renumbering
+from layerflow.recording.renumbering import WITH_TEXT, Renumbering
 from layerflow.spec import ModelSpec
 from layerflow.wire.messages import LoadPart, Lookup, OpenStep, SavePart
 
@@ -66,6 +66,9 @@ Note = CoreNote | SessionNote | LookupNote | StepNote | Record
 """A :class:`Record` has nothing that must be left out, and is recorded as it is."""
 
 
+_CORE: Final = {kind: (number, kind in WITH_TEXT) for kind, number in (EVENTS | COMMANDS).items()}
+
+
 def weight(note: Any) -> int:
     """Bytes of the digests that a note keeps; 0 for those that are small."""
     if isinstance(note, LookupNote):
@@ -102,10 +105,29 @@ class Transcript:
             known.append((EVENTS[LimitsChanged], at, self._limits))
         return known
 
-    def add(self, note: Any, records: list[Any]) -> float:
-        """Append the records of a note; the time of the last of them."""
-        if type(note) is tuple:
-            return self._core(note, records)
+    def records_of(self, notes: Sequence[Any]) -> list[Any]:
+        """The records of these notes."""
+        records: list[Any] = []
+        # One loop over local names: the core's notes are nearly all, and their cost is the recording's.
+        add, change, engine_of, core = records.append, self._numbers.change, self._engine_of, _CORE
+        for note in notes:
+            if type(note) is not tuple:
+                self._add(note, records)
+                continue
+            at, event, commands = note
+            number, has_text = core[type(event)]
+            if has_text:
+                event = change(event, engine_of)
+            elif type(event) is LimitsChanged:
+                self._limits = event
+            add((number, at, event))
+            for command in commands:
+                found = core.get(type(command))
+                if found is not None:
+                    add((found[0], at, change(command, engine_of) if found[1] else command))
+        return records
+
+    def _add(self, note: Any, records: list[Any]) -> None:
         if isinstance(note, LookupNote):
             records.append(self._lookup(note))
         elif isinstance(note, StepNote):
@@ -119,19 +141,6 @@ class Transcript:
                 self._sessions.pop(note.session, None)
                 self._engine_of.pop(note.session, None)
             records.append(note)
-        return float(note.at)
-
-    def _core(self, note: CoreNote, records: list[Any]) -> float:
-        at, event, commands = note
-        change, engine_of = self._numbers.event, self._engine_of
-        if type(event) is LimitsChanged:
-            self._limits = event
-        records.append((EVENTS[type(event)], at, change(event, engine_of)))
-        for command in commands:
-            number = COMMANDS.get(type(command))
-            if number is not None:
-                records.append((number, at, change(command, engine_of)))
-        return at
 
     def _session(self, note: SessionNote, records: list[Any]) -> None:
         # Two workers of one fingerprint may have other ranks: the whole spec tells models apart.

@@ -82,13 +82,12 @@ class Renumbering:
         """Number of an engine's request."""
         return self._requests.of((self._engines.of(engine), name))
 
-    def event(self, event: Any, engine_of: Mapping[int, str]) -> Any:
-        """An event or a command of the core without names and texts.
+    def change(self, event: Any, engine_of: Mapping[int, str]) -> Any:
+        """An event or a command of a kind in :data:`WITH_TEXT`, without names and texts.
 
         :param engine_of: the engine of each session.
         """
-        change = _CHANGES.get(type(event))
-        return event if change is None else change(self, event, engine_of)
+        return WITH_TEXT[type(event)](self, event, engine_of)
 
     def _step(self, event: told.StepOpened, engine_of: Mapping[int, str]) -> told.StepOpened:
         engine = engine_of.get(event.session, "")
@@ -127,7 +126,7 @@ class Renumbering:
         return dataclasses.replace(event, failed=failed)
 
 
-_CHANGES: Final[Mapping[type, Callable[[Renumbering, Any, Mapping[int, str]], Any]]] = MappingProxyType(
+WITH_TEXT: Final[Mapping[type, Callable[[Renumbering, Any, Mapping[int, str]], Any]]] = MappingProxyType(
     {
         told.StepOpened: Renumbering._step,
         told.RequestAborted: Renumbering._named,

@@ -27,8 +27,9 @@ from layerflow.system.threads import OwnedThread
 if TYPE_CHECKING:
     from layerflow.config.fields import Section
     from layerflow.config.settings import RecordSettings, Settings
+    from layerflow.flow.state import FlowStatistics
+    from layerflow.pool.base import PoolStatistics
     from layerflow.server.clients import ClientSession
-    from layerflow.server.handlers.context import ServerContext
     from layerflow.server.spans import SpanQuestions
     from layerflow.wire import messages as wire
 
@@ -177,14 +178,13 @@ class RecordingThread:
                 return
 
     def _take(self, writer: RecordingWriter, transcript: Transcript) -> None:
-        records: list[Any] = []
-        at = 0.0
-        for _ in range(min(SLICE, len(self._notes))):
-            note = self._notes.popleft()
+        waiting = self._notes
+        notes = [waiting.popleft() for _ in range(min(SLICE, len(waiting)))]
+        for note in notes:
             if type(note) is not tuple:
                 self._weight_taken += weight(note)
-            at = transcript.add(note, records)
-        writer.add(records, at)
+        last = notes[-1]
+        writer.add(transcript.records_of(notes), last[0] if isinstance(last, tuple) else last.at)
 
     def _tell_dropped(self, writer: RecordingWriter) -> None:
         missing = self.dropped - self._told_dropped
@@ -416,9 +416,8 @@ def _plain(section: Section) -> dict[str, bool | int | float | str]:
     return found
 
 
-def server_sample(server: ServerContext, now: float, lag: float) -> ServerSample:
+def server_sample(pool: PoolStatistics, flow: FlowStatistics, now: float, lag: float) -> ServerSample:
     """How full the server is, and what it has counted."""
-    pool, flow = server.pool.statistics(), server.driver.flow.statistics()
     return ServerSample(
         now,
         used_bytes=pool.used_bytes,

@@ -150,7 +150,7 @@ def _record(server: ServerContext, now: float, lag: float) -> None:
     recorder.check(now)
     recorder.ask_workers(session for session in server.sessions if session.memory and not session.silent)
     if recorder.sample_due(now) and recorder.current is not None:
-        recorder.current.note(server_sample(server, now, lag))
+        recorder.current.note(server_sample(server.pool.statistics(), server.driver.flow.statistics(), now, lag))
 
 
 class Server:
