@@ -13,6 +13,7 @@ from layerflow_cli.commands.bench import bench
 from layerflow_cli.commands.config import config
 from layerflow_cli.commands.demo import demo
 from layerflow_cli.commands.doctor import doctor
+from layerflow_cli.commands.plan import plan
 from layerflow_cli.commands.proxy import proxy
 from layerflow_cli.commands.purge import purge
 from layerflow_cli.commands.record import record
@@ -38,6 +39,7 @@ app.command(short_help="Empty a running server's pool.")(purge)
 app.command(short_help="Record what happens in a running server.")(record)
 app.command(short_help="Draw the last steps of a running server's engines.")(trace)
 app.command(short_help="Print every setting, or check or start a file.")(config)
+app.command(short_help="Size a model's cache, and plan settings for it.")(plan)
 app.command(short_help="Check a configuration on this machine.")(doctor)
 app.command(short_help="Show layer-wise beside bulk loading.")(demo)
 app.add_typer(bench)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import msgspec
@@ -125,6 +125,19 @@ class GroupSpec(msgspec.Struct, frozen=True):
 @functools.lru_cache(256)
 def _rules(kind: str, block_size: int, window: int, ratio: int) -> Kind:
     return KINDS[kind](block_size, window, ratio)
+
+
+def default_chunk_tokens(groups: Sequence[GroupSpec], wanted: int = 0) -> int:
+    """Return the tokens of a chunk: `wanted` if given, else the least multiple of every block size from 256 tokens on.
+
+    No more than the smallest window: of a longer chunk only its end would be kept, and no hit could end within it.
+    """
+    if wanted:
+        return wanted
+    unit = math.lcm(*(group.block_size for group in groups))
+    default = unit * -(-DEFAULT_CHUNK_TOKENS // unit)
+    window = min((group.window for group in groups if group.window), default=default)
+    return min(default, max(unit, window // unit * unit))
 
 
 class ModelSpec(msgspec.Struct, frozen=True):

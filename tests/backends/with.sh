@@ -7,8 +7,6 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)
 [ -f "$root/.venv/.backends" ] || echo "the packages of the backends go into .venv, which takes some minutes, once"
 "$here/setup.sh"
-for folder in usr/lib lib; do
-    libraries=$root/.venv/sysroot/$folder/x86_64-linux-gnu
-    if [ -d "$libraries" ]; then export LD_LIBRARY_PATH=$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}; fi
-done
+source "$root/tests/libraries.sh"
+find_libraries "$root/.venv/sysroot"
 exec "$@"

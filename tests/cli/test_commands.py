@@ -14,10 +14,12 @@ import typer
 from typer.testing import CliRunner
 
 import layerflow
+from layerflow.config.profiles import names
 from layerflow.config.settings import Settings, reference
+from layerflow.server.terms import terms_of
 from layerflow_cli.commands import status
 from layerflow_cli.commands.bench import MEASUREMENTS, module_of
-from layerflow_cli.commands.config import setting_lines, starter_file
+from layerflow_cli.commands.config import STARTER_KEYS, setting_lines, starter_file
 from layerflow_cli.main import app
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,6 +53,7 @@ COMMANDS = [
     ["record"],
     ["trace"],
     ["config"],
+    ["plan"],
     ["doctor"],
     ["demo"],
     ["bench"],
@@ -397,7 +400,34 @@ def test_the_starter_file_changes_nothing(tmp_path):
     path = tmp_path / "layerflow.toml"
     path.write_text(invoke("config", "--starter").stdout)
     assert Settings.load(path) == Settings()
-    assert path.read_text() == starter_file(reference())
+    first = [row for row in reference() if row.key in STARTER_KEYS]
+    assert len(first) == len(STARTER_KEYS) == 15
+    assert path.read_text().startswith(starter_file(first))
+    assert f"The other {len(reference()) - 15} settings" in path.read_text().splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_profile_is_a_short_file_with_a_reason_for_each_line(tmp_path, name):
+    path = tmp_path / "layerflow.toml"
+    path.write_text(invoke("config", "--profile", name).stdout)
+    settings, lines = Settings.load(path), path.read_text().splitlines()
+    assert settings != Settings() and max(map(len, lines)) <= 120
+    keys = [line for line in lines if " = " in line and not line.startswith("#")]
+    assert 10 <= len(keys) <= 16
+    for line in keys:
+        assert len(line.partition("  # ")[2]) > 20, line
+    # Each of the workers that the comment speaks of has the window that it says.
+    if told := next((line for line in keys if line.startswith("max_inflight_bytes")), ""):
+        workers = int(told.partition("over ")[2].partition(" workers")[0])
+        assert terms_of(settings, workers).window_bytes == 32 << 20 and "32 MiB" in told
+
+
+def test_the_profiles_that_are_promised_are_there():
+    assert names() == ["ascend", "disk-heavy", "pd", "vllm-8gpu"]
+    assert refused("config", "--profile", "gpu") == [
+        "layerflow: --profile gpu: no such profile; there are ascend, disk-heavy, pd, vllm-8gpu"
+    ]
+    assert "SECTION" in refused("config", "transfer", "--profile", "pd")[0]
 
 
 def test_effective_settings_say_what_set_them(tmp_path, monkeypatch):

@@ -42,6 +42,17 @@ def test_a_failure_is_told_to_those_who_wait_and_to_those_who_come() -> None:
     assert not tokens.reason(2)
 
 
+def test_a_failure_behind_the_token_is_told_to_those_who_have_it() -> None:
+    """They load the prompt yet, which will not come."""
+    tokens = FirstTokens()
+    for each in (A, B):
+        tokens.wait(1, each)
+    tokens.put(1, [b"row"])
+    assert tokens.ready(1)[1] == {A, B}
+    assert tokens.fail(1, "the server was lost") == {A, B}
+    assert tokens.fail(1, "the server was lost") == set()
+
+
 def test_it_is_taken_once() -> None:
     tokens = FirstTokens()
     assert tokens.take(1) == []

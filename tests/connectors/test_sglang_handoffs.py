@@ -16,7 +16,7 @@ from layerflow.agent import Agent
 from layerflow.agent.lookups import Lookups
 from layerflow.connectors.sglang.layout import KV, MAMBA, PoolGroup, PoolLayout
 from layerflow.connectors.sglang.pd.decoding import DecodeSide, Following, PromptProgress
-from layerflow.connectors.sglang.pd.prefilling import PrefillSide, PromptPart
+from layerflow.connectors.sglang.pd.prefilling import LOST, PrefillSide, PromptPart
 from layerflow.server import EmbeddedServer
 from layerflow.spec import GroupSpec, ModelSpec, Plane
 
@@ -206,7 +206,31 @@ def test_a_server_that_goes_fails_both_ends_and_holds_neither(embed: Embed) -> N
     both.compute(PromptPart(1, HASHES, 2, slots([0, 1])))
     server.close()
     assert both.ended(following) is PromptProgress.LOST
+    assert eventually(lambda: not both.p.agent.attached)
     both.compute(PromptPart(1, HASHES, 5, slots([0, 1, 2, 3, 4])))
     both.prefill.end(1)
+    assert both.prefill.refusal(1) == LOST
     assert eventually(lambda: not both.prefill.saving(1))
     both.close()
+
+
+def test_a_prompt_that_begins_without_a_server_is_refused_to_its_reader(embed: Embed) -> None:
+    """Nobody else would tell: a server that comes later waits for its hand-off to open."""
+    server = embed()
+    both = Pair(server)
+    server.close()
+    assert eventually(lambda: not both.p.agent.attached)
+    both.compute(PromptPart(1, HASHES, 5, slots([0, 1, 2, 3, 4])))
+    both.prefill.end(1)
+    assert eventually(lambda: not both.prefill.undecided(1))
+    assert both.prefill.refusal(1) == LOST
+    both.close()
+
+
+def test_the_servers_answer_decides(pair: Any) -> None:
+    both = pair()
+    both.compute(PromptPart(1, HASHES, 5, slots([0, 1, 2, 3, 4])))
+    both.prefill.end(1)
+    assert eventually(lambda: not both.prefill.undecided(1))
+    assert not both.prefill.refusal(1)
+    assert not both.prefill.undecided(2), "of prompts that it does not know"

@@ -8,9 +8,8 @@ import pytest
 from vllm_fakes import FakeInquiry, decode, request, spec_of, tracked
 
 from layerflow.agent.values import Hit
-from layerflow.connectors.vllm.layout import chunk_tokens
 from layerflow.connectors.vllm.scheduler.requests import load_save_flags
-from layerflow.spec import GroupSpec, Plane
+from layerflow.spec import GroupSpec, Plane, default_chunk_tokens
 
 
 @pytest.mark.parametrize(
@@ -79,4 +78,4 @@ def test_a_chunk_is_about_256_tokens_and_no_more_than_a_window(
     plane = (Plane("kv", "uint8", (1,)),)
     groups = [GroupSpec("full", size, (layer,), plane) for layer, size in enumerate(sizes)]
     groups += [GroupSpec("sliding", sizes[0], (len(sizes),), plane, window)] if window else []
-    assert chunk_tokens(groups, wanted) == expected
+    assert default_chunk_tokens(groups, wanted) == expected

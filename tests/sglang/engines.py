@@ -35,6 +35,8 @@ ENVIRONMENT = {
     "TRANSFORMERS_OFFLINE": "1",
     "GLOO_SOCKET_IFNAME": "lo",
     "DO_NOT_TRACK": "1",
+    # torch's own place for what it compiles is shared by all environments, each of which would compile it anew.
+    "TORCH_EXTENSIONS_DIR": str(Path(sys.prefix) / "extensions"),
 }
 TAKEN = ("address already in use", "port is already in use", "EADDRINUSE")
 """How a start ends whose port, one that SGLang chooses itself, was taken meanwhile."""
@@ -57,6 +59,8 @@ class Shape:
     :param extra: further keys and values of ``linker_extra_config``.
     :param linker: it has layerflow's linker.
     :param flags: further arguments of the command line.
+    :param environment: further variables of its environment.
+    :param timed: it writes down when each layer has computed, see :meth:`Engine.last_layer_at`.
     """
 
     name: str
@@ -68,6 +72,8 @@ class Shape:
     extra: tuple[tuple[str, Any], ...] = ()
     linker: bool = True
     flags: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
+    timed: bool = False
 
     def arguments(self) -> list[str]:
         """Of the command line, without the linker's."""
@@ -86,6 +92,7 @@ class Answer:
     :param status: of HTTP.
     :param host: prompt tokens that were loaded through the linker.
     :param device: those that SGLang's own cache had.
+    :param storage: those that came from HiCache's storage.
     :param reason: why it ended: ``length``, ``abort``; "" = an error.
     :param error: what SGLang said.
     :param took_s: until the whole answer was there.
@@ -98,6 +105,7 @@ class Answer:
     reason: str = ""
     error: str = ""
     took_s: float = 0.0
+    storage: int = 0
 
     @property
     def served(self) -> bool:
@@ -149,6 +157,9 @@ class Engine:
         paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths), "WATCHED_LOG": str(self.watch)}
         environment["LAYERFLOW_SGLANG_OPTIONS"] = json.dumps(extra)
+        environment |= dict(self.shape.environment)
+        if self.shape.timed:
+            environment["LAYERS_LOG"] = str(self._layers)
         if self.shape.tp > 1:  # without it SGLang counts NUMA nodes
             cores = sorted(os.sched_getaffinity(0))
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
@@ -183,6 +194,10 @@ class Engine:
         return self.log.with_suffix(".waits")
 
     @property
+    def _layers(self) -> Path:
+        return self.log.with_suffix(".layers")
+
+    @property
     def alive(self) -> bool:
         """Does its parent process run?"""
         return self._process is not None and self._process.poll() is None
@@ -199,14 +214,41 @@ class Engine:
         took_s = time.monotonic() - began
         if status != 200:
             return Answer(status, error=said.decode(errors="replace"), took_s=took_s)
-        answer = json.loads(said)
-        meta = answer["meta_info"]
-        cached = meta.get("cached_tokens_details") or {}
-        ended = meta.get("finish_reason") or {}
-        return Answer(
-            status, tuple(answer.get("output_ids") or ()), cached.get("host", 0), cached.get("device", 0),
-            ended.get("type", ""), str(ended.get("message") or ""), took_s,
-        )  # fmt: skip
+        return _answer(json.loads(said), took_s)
+
+    def stream(self, prompt: Prompt, n: int = 8, **body: Any) -> tuple[Answer, float]:
+        """Serve one prompt token by token: its answer, and when the first one came, of :func:`time.monotonic`.
+
+        :raises EngineFailed: it says nothing, or an error.
+        """
+        sampling = {"temperature": 0, "max_new_tokens": n, "ignore_eos": True}
+        asked = {"input_ids": list(prompt), "sampling_params": sampling, "stream": True, **body}
+        began, first, tokens, last = time.monotonic(), 0.0, list[int](), dict[str, Any]()
+        connection = self._connect()
+        try:
+            connection.request("POST", "/generate", json.dumps(asked), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            for line in response:
+                if line.startswith(b"data: {"):
+                    first = first or time.monotonic()
+                    last = json.loads(line.removeprefix(b"data: "))
+                    made = last.get("output_ids") or []
+                    tokens = made if len(made) > 1 and made[: len(tokens)] == tokens else tokens + made
+        except OSError as error:
+            raise EngineFailed(f"{self.shape.name}: {error!r}\n{self._tail()}") from error
+        finally:
+            connection.close()
+        if not first or "meta_info" not in last:
+            raise EngineFailed(f"{self.shape.name}: HTTP {response.status}, {last}\n{self._tail()}")
+        return _answer(last | {"output_ids": tokens}, time.monotonic() - began), first
+
+    def last_layer_at(self) -> float:
+        """When a timed server's last layer had computed its attention, of :func:`time.monotonic`."""
+        times = dict[int, float]()
+        for line in self._layers.read_text().splitlines():
+            layer, at = line.split()
+            times[int(layer)] = float(at)
+        return times[max(times)]
 
     def begin_generate(self, prompt: Prompt, n: int = 8, **body: Any) -> Future[Answer]:
         """Serve one prompt, and go on meanwhile."""
@@ -221,9 +263,12 @@ class Engine:
         status, said = self._post(f"/flush_cache?timeout={ANSWER_S / 2:g}")
         assert status == 200, said
 
-    def update_weights_from_disk(self, model: str) -> None:
-        """Load another model's weights in place."""
-        status, said = self._post("/update_weights_from_disk", {"model_path": str(MODELS / model)})
+    def update_weights_from_disk(self, model: str, **body: Any) -> None:
+        """Load another model's weights in place.
+
+        :param body: further fields of the request.
+        """
+        status, said = self._post("/update_weights_from_disk", {"model_path": str(MODELS / model), **body})
         assert status == 200, said
 
     def abort(self, request: str) -> None:
@@ -276,7 +321,7 @@ class Engine:
             connection.close()
 
     def _post(self, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_S)
+        connection = self._connect()
         try:
             connection.request("POST", path, json.dumps(body or {}), {"Content-Type": "application/json"})
             response = connection.getresponse()
@@ -286,8 +331,21 @@ class Engine:
         finally:
             connection.close()
 
+    def _connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_S)
+
     def _tail(self) -> str:
         return "\n".join(line[:600] for line in self.output().splitlines()[-25:])
+
+
+def _answer(said: Mapping[str, Any], took_s: float) -> Answer:
+    meta = said["meta_info"]
+    cached = meta.get("cached_tokens_details") or {}
+    ended = meta.get("finish_reason") or {}
+    return Answer(
+        200, tuple(said.get("output_ids") or ()), cached.get("host", 0), cached.get("device", 0),
+        ended.get("type", ""), str(ended.get("message") or ""), took_s, cached.get("storage", 0),
+    )  # fmt: skip
 
 
 def close(engines: Sequence[Engine]) -> None:

@@ -1,4 +1,5 @@
-"""models.py FOLDER: tiny models with random weights, and the tokens that transformers makes of one prompt with each.
+"""models.py FOLDER: tiny models with random weights and adapters of one of them, and the tokens that transformers makes
+of one prompt with each.
 
 Weights are far larger than a trained model's, so that equal tokens mean equal caches.
 """
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 TOKENS = 8
 PROMPT = random.Random(5).choices(range(3, 500), k=300)
@@ -41,9 +43,14 @@ CONFIGS["llama-other"] = CONFIGS["llama"]
 FIRST_SEEDS = {"llama-other": 64}
 """What ``llama`` becomes by a weight update begins with another seed than it did."""
 
+ADAPTERS = {"lora-one": 1, "lora-two": 2}
+"""Adapters of ``llama``, with the seeds of their weights."""
+
+RANK, ADAPTED = 8, ("q_proj", "k_proj", "v_proj", "o_proj")
+
 
 def build(folder: Path) -> None:
-    """Write every model, and ``expected.json``."""
+    """Write every model and adapter, and ``expected.json``."""
     expected = {}
     for name, own in CONFIGS.items():
         place = folder / name
@@ -55,6 +62,8 @@ def build(folder: Path) -> None:
         while len(set(expected.setdefault(name, []))) < TOKENS - 2:
             expected[name] = _weights(place, next(seeds))
         (place / "config.json").write_text(config)  # as SGLang reads it; transformers' own has another architecture
+    for name, seed in ADAPTERS.items():
+        expected[name] = _adapter(folder / name, folder / "llama", seed)
     (folder / "expected.json").write_text(json.dumps(expected))
 
 
@@ -69,6 +78,37 @@ def _weights(place: Path, seed: int) -> list[int]:
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.08)
         model.save_pretrained(place)
+        return _tokens(model)
+
+
+def _adapter(place: Path, base: Path, seed: int) -> list[int]:
+    """Write an adapter as peft does; the tokens that follow the prompt with it, merged into its model."""
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(base).float().eval()
+    source, weights = torch.Generator().manual_seed(seed), dict[str, torch.Tensor]()
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if name.rpartition(".")[2] in ADAPTED:
+                out, inner = module.weight.shape
+                down, up = (0.2 * torch.randn(size, generator=source) for size in ((RANK, inner), (out, RANK)))
+                weights |= {
+                    f"base_model.model.{name}.lora_A.weight": down, f"base_model.model.{name}.lora_B.weight": up,
+                }  # fmt: skip
+                module.weight += up @ down
+    place.mkdir(exist_ok=True)
+    save_file(weights, place / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": RANK, "lora_dropout": 0.0,
+        "bias": "none", "target_modules": list(ADAPTED), "base_model_name_or_path": str(base),
+    }  # fmt: skip
+    (place / "adapter_config.json").write_text(json.dumps(config, indent=1))
+    return _tokens(model)
+
+
+def _tokens(model: Any) -> list[int]:
+    """What follows the prompt."""
+    with torch.no_grad():
         out = model.generate(
             torch.tensor([PROMPT]), max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False,
             eos_token_id=None, pad_token_id=0,

@@ -12,7 +12,7 @@ cannot() { echo "a real SGLang cannot be installed here: $1" >&2; exit 3; }
 stamp=$venv/.ready
 fresh() {
     local input
-    for input in "$here"/{setup.sh,models.py,kernels/*,kernels/sgl_kernel/*.py} "$pins" "$root"/{constraints.txt,pyproject.toml,src/layerflow/ops/_copy.c}; do
+    for input in "$here"/{setup.sh,requirements-contenders.txt,models.py,kernels/*,kernels/sgl_kernel/*.py} "$pins" "$root"/{constraints.txt,pyproject.toml,src/layerflow/ops/_copy.c}; do
         [ "$stamp" -nt "$input" ] || return 1
     done
 }
@@ -38,10 +38,21 @@ grep -v '^torch==' "$pins" >"$wanted"
 grep -E '^(execnet|iniconfig|pluggy|pytest|pytest-asyncio|PyNaCl|pytest-rerunfailures|pytest-timeout|pytest-xdist)==' "$root/constraints.txt" >>"$wanted"
 pip install --no-deps -r "$wanted" || cannot "pip finds not all of $pins"
 
-packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-rm -rf "$packages/sgl_kernel"
-cp -r "$here"/kernels/* "$packages/"
-info=$packages/sglang_cpu_plugin-0.dist-info
+# What is measured or tried beside layerflow. Without one of them its tests are skipped.
+source "$root/tests/libraries.sh"
+if why=$(provide_libraries "$venv/bin/python" "$venv/sysroot"); then
+    pip install --no-deps -r "$here/requirements-contenders.txt" ||
+        echo "pip finds not all of $here/requirements-contenders.txt: the tests of what is missing are skipped" >&2
+else
+    pip install --no-deps "$(grep '^sglang-router==' "$here/requirements-contenders.txt")" ||
+        echo "pip finds no sglang-router: its test is skipped" >&2
+    echo "no Mooncake, its test is skipped: $why" >&2
+fi
+
+site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+rm -rf "$site/sgl_kernel"
+cp -r "$here"/kernels/* "$site/"
+info=$site/sglang_cpu_plugin-0.dist-info
 mkdir -p "$info"
 printf 'Metadata-Version: 2.1\nName: sglang-cpu-plugin\nVersion: 0\n' >"$info/METADATA"
 printf '[sglang.srt.plugins]\ncpu = cpu_plugin:register\n' >"$info/entry_points.txt"
@@ -53,6 +64,10 @@ import sys
 from layerflow.ops.copier import copy_native
 sys.exit(copy_native is None)
 PYTHON
+# SGLang compiles its page hash in the first process that needs it, and others beside it wait.
+TORCH_EXTENSIONS_DIR=$venv/extensions SGLANG_USE_CPU_ENGINE=1 "$venv/bin/python" -c \
+    'from array import array; from sglang.srt.mem_cache.utils import get_hash_str; get_hash_str(array("q", [1]), None, page_size=1)' \
+    >/dev/null 2>&1 || true
 rm -rf "$venv/models"
 HF_HUB_OFFLINE=1 "$venv/bin/python" "$here/models.py" "$venv/models" >/dev/null 2>&1 || { echo "the tests' models could not be built" >&2; exit 1; }
 touch "$stamp"

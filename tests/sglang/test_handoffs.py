@@ -6,101 +6,31 @@ import os
 import random
 import secrets
 import signal
-import socket
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
-from engines import EXPECTED, START_S, Answer, Engine, Shape, close
+from engines import EXPECTED, EngineFailed
 from models import PROMPT
-from servers import Servers
+from pairs import Pair, has_router, router_before, start_pair
+from servers import SLOW, Servers
 
 SOON_S = 30.0
 """A busy machine's second: what is tested is that nobody waits for a deadline of minutes."""
-
-
-@dataclass(slots=True)
-class Pair:
-    """A prefill and a decode server."""
-
-    prefill: Engine
-    decode: Engine
-    bootstrap: int
-
-    def begin(self, prompt: list[int], *, late_s: float = 0.0, **body: Any) -> tuple[Future[Answer], Future[Answer]]:
-        """Ask both for one prompt, as a router does: what prefill and decode will say."""
-        handed = {
-            "bootstrap_host": "127.0.0.1", "bootstrap_port": self.bootstrap, "bootstrap_room": secrets.randbits(62),
-        }  # fmt: skip
-        first = self.prefill.begin_generate(prompt, **handed, **body)
-        if late_s:
-            first.result()
-            time.sleep(late_s)
-        return first, self.decode.begin_generate(prompt, **handed, **body)
-
-    def generate(self, prompt: list[int], **more: Any) -> Answer:
-        """Decode's answer."""
-        first, second = self.begin(prompt, **more)
-        first.result()
-        return second.result()
-
-
-def start(
-    servers: Servers,
-    model: str,
-    *,
-    tp: tuple[int, int] = (1, 1),
-    prefill: tuple[str, ...] = (),
-    decode: tuple[str, ...] = (),
-) -> Pair:
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("127.0.0.1", 0))
-    port = held.getsockname()[1]
-    page = {"page": 1, "overlap": False} if model == "qwen35" else {}
-    backend = ("--disaggregation-transfer-backend", "layerflow", "--disaggregation-bootstrap-port", str(port))
-    roles = {
-        "prefill": prefill,
-        "decode": ("--disaggregation-decode-retraction-backup", "cpu_tensor", *decode),
-    }
-    engines = [
-        Engine(
-            Shape(
-                f"{model}-{role}", model, tp=ranks, linker=False,
-                flags=("--disaggregation-mode", role, *backend, *extra), **page,
-            ),
-            servers.endpoint,
-            servers.log(f"{model}-{role}"),
-        ).begin()
-        for (role, extra), ranks in zip(roles.items(), tp, strict=True)
-    ]  # fmt: skip
-    began = time.monotonic()
-    try:
-        for engine in engines:
-            engine.wait_started(began + START_S)
-    except BaseException:
-        close(engines)
-        raise
-    finally:
-        held.close()
-    return Pair(*engines, port)
 
 
 @pytest.fixture(scope="module")
 def llama(servers: Servers) -> Iterator[Pair]:
     """Prefill computes prompts in chunks of 256 tokens, and decode keeps what it has had."""
     servers.serve()
-    pair = start(
+    pair = start_pair(
         servers,
         "llama",
         prefill=("--chunked-prefill-size", "256"),
         decode=("--disaggregation-decode-enable-radix-cache",),
     )
     yield pair
-    close([pair.prefill, pair.decode])
+    pair.close()
 
 
 def prompt(seed: int, tokens: int) -> list[int]:
@@ -123,6 +53,14 @@ def test_chunks_and_cached_prefixes_have_the_tokens_of_a_cold_prompt(llama: Pair
     first = llama.generate(shared)
     llama.prefill.flush()
     assert llama.generate(shared).tokens == first.tokens, "prefill computed it anew"
+
+
+@pytest.mark.skipif(not has_router(), reason="sglang-router is not installed: setup.sh says why")
+def test_the_router_is_unchanged(llama: Pair, servers: Servers) -> None:
+    with router_before(llama, servers) as router:
+        assert router.generate(PROMPT).tokens == EXPECTED["llama"]
+        asked = prompt(5, 900)
+        assert router.generate(asked).tokens == llama.generate(asked).tokens
 
 
 def test_decode_may_come_late(llama: Pair) -> None:
@@ -169,36 +107,71 @@ def test_a_server_that_is_lost_fails_requests_with_a_reason_until_it_is_back(lla
     assert llama.generate(PROMPT).tokens == EXPECTED["llama"]
 
 
-def test_a_prefill_server_that_dies_fails_its_requests_soon(llama: Pair) -> None:
-    _, second = llama.begin(prompt(50, 3900))
+def test_a_prefill_server_that_dies_fails_its_requests_soon(llama: Pair, servers: Servers) -> None:
+    """Those that it computes, those that it has not begun, and those that come later."""
+    # Prefill is never asked for these, which is as far as it can be from beginning them.
+    waiting = [llama.decode.begin_generate(prompt(50 + each, 200), **llama.handed()) for each in range(3)]
+    servers.until(lambda status: status["handoffs"]["announced"] == len(waiting))
+    _, computing = llama.begin(prompt(53, 3900))
     llama.prefill.kill()
-    began = time.monotonic()
-    answer = second.result()
-    assert time.monotonic() - began < SOON_S
+    died = time.monotonic()
+    answers = [each.result() for each in waiting]
+    print(f"\nprefill killed before it began a request: an error after {time.monotonic() - died:.2f} s")
+    assert time.monotonic() - died < SOON_S
+    assert all(not each.served and each.error for each in answers), answers
+    assert "prefill_engine_ended" in llama.decode.output(), "a heartbeat told so, seconds later"
+    answer = computing.result()
     assert answer.served or answer.error
+    later = llama.decode.generate(prompt(54, 200), **llama.handed())
+    assert "has ended" in later.error, later
+    print(f"a request that came later: an error after {later.took_s:.2f} s")
+    assert later.took_s < SOON_S
+
+
+@pytest.mark.campaign
+def test_a_decode_server_that_dies_leaves_nothing_behind(servers: Servers) -> None:
+    """Prefill's pages are free when its saves have ended, and hand-offs end."""
+    servers.stop_serving()
+    servers.serve(**SLOW)
+    pair = start_pair(servers, "llama")
+    try:
+        asked = [prompt(70 + each, 1000) for each in range(3)]
+        handed = [pair.begin(each) for each in asked]
+        servers.until(lambda status: status["handoffs"]["open"] + status["handoffs"]["complete"] > 0)
+        pair.decode.kill()
+        assert all(first.result().served for first, _ in handed)
+        pair.prefill.flush()  # refused while a request holds pages
+        servers.settled()
+        status = servers.until(lambda status: not status["handoffs"]["live"] and not status["pool"]["pinned"])
+        print(f"\nhand-offs of a decode server that was killed: {status['handoffs']}")
+        for _, second in handed:
+            with pytest.raises(EngineFailed):
+                second.result()
+    finally:
+        pair.close()
 
 
 @pytest.mark.campaign
 def test_a_recurrent_state_is_handed_over(servers: Servers) -> None:
     servers.serve()
-    pair = start(servers, "qwen35")
+    pair = start_pair(servers, "qwen35")
     try:
         assert pair.generate(PROMPT).tokens == EXPECTED["qwen35"]
         long = prompt(60, 900)
         assert pair.generate(long).tokens == pair.generate(long).tokens
     finally:
-        close([pair.prefill, pair.decode])
+        pair.close()
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("tp", [(2, 1), (1, 2)], ids=["2-to-1", "1-to-2"])
 def test_other_tensor_sizes_on_both_sides(servers: Servers, tp: tuple[int, int]) -> None:
     servers.serve()
-    pair = start(servers, "llama", tp=tp)
+    pair = start_pair(servers, "llama", tp=tp)
     try:
         assert pair.generate(PROMPT).tokens == EXPECTED["llama"]
     finally:
-        close([pair.prefill, pair.decode])
+        pair.close()
 
 
 @pytest.mark.campaign
@@ -206,10 +179,10 @@ def test_no_request_after_a_start_is_late(servers: Servers) -> None:
     """100 requests after each of 5 starts: p99 and median are printed; none takes seconds more than the others."""
     servers.serve()
     for number in range(5):
-        pair = start(servers, "llama")
+        pair = start_pair(servers, "llama")
         try:
             took = sorted(pair.generate(prompt(1000 * number + each, 300)).took_s for each in range(100))
         finally:
-            close([pair.prefill, pair.decode])
+            pair.close()
         print(f"start {number}: median {took[50]:.3f} s, p99 {took[98]:.3f} s, longest {took[99]:.3f} s")
         assert took[98] < 3 * took[50] + 1.0

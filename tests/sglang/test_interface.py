@@ -15,6 +15,7 @@ import pytest
 import sglang
 import torch
 from safetensors.torch import save_file
+from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver, CommonKVSender
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -23,9 +24,10 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache import linker_factory, unified_cache_linker
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker, UnifiedCacheLinkerWrapper
 from sglang.srt.mem_cache.utils import get_storage_hash_str
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from layerflow.connectors.common.interface import check_interface
-from layerflow.connectors.sglang import LayerflowLinker, engine, linker
+from layerflow.connectors.sglang import LayerflowLinker, engine, linker, plugin
 from layerflow.connectors.sglang.identity import _adapters
 from layerflow.connectors.sglang.layout import KV, MAMBA, SWA
 from layerflow.connectors.sglang.options import SglangOptions
@@ -52,6 +54,24 @@ CALLS = {
     "num_completed_offloads": ["cache_linker.num_completed_offloads()"],
 }
 """By method of the wrapper: what stands in it, and what the linker relies on: who is asked, of what, in which order."""
+
+BACKEND = {
+    CommonKVManager: {
+        "__init__": ["self", "args", "disaggregation_mode", "server_args", "is_mla_backend"],
+        "try_ensure_parallel_info": ["self", "bootstrap_addr"],
+        "_handle_node_failure": ["self", "failed_bootstrap_addr"],
+        "record_failure": ["self", "bootstrap_room", "failure_reason"],
+        "update_status": ["self", "bootstrap_room", "status"],
+        "_send_multipart_locked": ["self", "endpoint", "parts", "is_ipv6"],
+    },
+    CommonKVSender: {"poll": ["self"], "abort": ["self"], "clear": ["self"]},
+    CommonKVReceiver: {
+        "__init__": ["self", "mgr", "bootstrap_addr", "bootstrap_room"],
+        "init": ["self", "prefill_dp_rank"],
+        "poll": ["self"], "abort": ["self"], "clear": ["self"],
+    },
+}  # fmt: skip
+"""What the transfer backend builds on, calls or overrides."""
 
 
 def test_the_version_is_known() -> None:
@@ -94,6 +114,12 @@ def test_how_it_is_called(method: str) -> None:
         assert call in source
     # A failed load reaches its own requests only because their slots stay out of the tree.
     assert "private to the loading request" in str(unified_cache_linker.__doc__)
+
+
+@pytest.mark.parametrize("kind", BACKEND, ids=lambda kind: kind.__name__)
+def test_what_the_transfer_backend_builds_on(kind: type) -> None:
+    found = {name: list(inspect.signature(getattr(kind, name)).parameters) for name in BACKEND[kind]}
+    assert found == BACKEND[kind]
 
 
 def test_another_release_is_refused() -> None:
@@ -185,3 +211,21 @@ def test_nodes_that_come_before_the_agent_are_begun_and_fail() -> None:
     assert early.num_completed_offloads() == 2
     assert [early.pop_completed_offload(), early.pop_completed_offload()] == [False, False]
     assert early.num_completed_offloads() == 0
+
+
+def test_what_another_plugin_has_hooked_first_is_hooked_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's registry passes over a target that it has patched before."""
+    heard: list[str] = []
+    monkeypatch.setattr(sglang.srt, "probe", SimpleNamespace(call=lambda: heard.append("sglang")), raising=False)
+    monkeypatch.setattr(plugin, "_hooked", set())
+    HookRegistry.register("sglang.srt.probe.call", lambda _: heard.append("another's"), HookType.AFTER)
+    HookRegistry.apply_hooks()
+    for _ in range(2):
+        plugin._hook(
+            before=[("probe.call", lambda: heard.append("before"))],
+            after=[("probe.call", lambda _: heard.append("after"))],
+        )
+    sglang.srt.probe.call()
+    HookRegistry._hooks.pop("sglang.srt.probe.call")
+    HookRegistry._patched.discard("sglang.srt.probe.call")
+    assert heard == ["before", "sglang", "another's", "after"]

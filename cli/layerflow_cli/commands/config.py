@@ -43,9 +43,46 @@ max_transfer_bytes = "32MiB"
 ```
 """
 
+STARTER_KEYS = (
+    "server.endpoint",
+    "server.http_port",
+    "pool.backend",
+    "pool.size",
+    "pool.hugepages",
+    "pool.lease_share",
+    "pool.disk.path",
+    "pool.disk.capacity",
+    "transfer.prefetch_layers",
+    "transfer.max_transfer_bytes",
+    "transfer.max_inflight_bytes",
+    "transfer.save_backlog_bytes",
+    "transfer.h2d_stagger_us",
+    "transfer.save_decode_cache",
+    "log.format",
+)
+"""Where a server listens, what it may take, how much moves at once, and what is stored: the rest has a default that
+nobody needs to know before something is wrong."""
+
 _INDENT = "    "
 MOST_COLUMNS = 120
 """A line that is longer reads badly, however wide the terminal is."""
+
+
+def profile_names() -> list[str]:
+    """Return the names of the profiles, which stand as files beside the settings."""
+    from layerflow.config.profiles import names  # noqa: PLC0415 - `--help` stays quick
+
+    return names()
+
+
+def profile_file(name: str) -> str:
+    """Return a profile's text.
+
+    :raises ConfigError: there is no such profile.
+    """
+    from layerflow.config.profiles import text  # noqa: PLC0415
+
+    return text(name)
 
 
 def config(
@@ -55,7 +92,18 @@ def config(
     live: Annotated[bool, typer.Option("--live", help="Only what may change while the server runs.")] = False,
     json_file: JsonFile = None,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="The reference as docs/configuration.md.")] = False,
-    starter: Annotated[bool, typer.Option("--starter", help="A commented file to start from, as TOML.")] = False,
+    starter: Annotated[
+        bool, typer.Option("--starter", help="The keys that most installations touch, as a commented TOML file.")
+    ] = False,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            "--profile",
+            metavar="NAME",
+            help="A short TOML file for a kind of machine: vllm-8gpu, ascend, disk-heavy or pd.",
+            autocompletion=profile_names,
+        ),
+    ] = None,
     effective: Annotated[
         bool, typer.Option("--effective", help="What would be used: file, environment and flags together, and whence.")
     ] = False,
@@ -67,20 +115,31 @@ def config(
 ) -> None:
     """Print every setting with its default, what would be used, a file to start from, or check a file.
 
+    A profile is a file to copy and to edit, never a hidden default; `layerflow plan` makes one for a model.
+
     \b
     Examples:
       layerflow config
       layerflow config transfer --live
       layerflow config --starter > layerflow.toml
+      layerflow config --profile vllm-8gpu > layerflow.toml
       layerflow config --check layerflow.toml
       layerflow config --effective --config layerflow.toml --set transfer.mode=bulk
     """
     from layerflow.config.settings import Settings, reference  # noqa: PLC0415 - `--help` stays quick
 
-    if sum((as_markdown, starter, effective, check is not None)) > 1:
-        raise ConfigError("--markdown, --starter, --effective and --check each print something else; give one")
-    if (section or live) and (as_markdown or starter or check is not None):
-        raise ConfigError("SECTION and --live choose among what is listed; leave --markdown, --starter and --check out")
+    others = as_markdown, starter, profile is not None, check is not None
+    if sum((effective, *others)) > 1:
+        raise ConfigError(
+            "--markdown, --starter, --profile, --effective and --check each print something else; give one"
+        )
+    if (section or live) and any(others):
+        raise ConfigError(
+            "SECTION and --live choose among what is listed; leave --markdown, --starter, --profile and --check out"
+        )
+    if profile is not None:
+        typer.echo(profile_file(profile), nl=False)
+        return
     if check is not None:
         Settings.load(check)
         typer.echo(f"{check}: good")
@@ -90,7 +149,9 @@ def config(
         return
     rows = _chosen(reference(), section, live=live)
     if starter:
-        typer.echo(starter_file(rows), nl=False)
+        first = [row for row in rows if row.key in STARTER_KEYS]
+        typer.echo(starter_file(first), nl=False)
+        typer.echo(f"\n# The other {len(rows) - len(first)} settings: `layerflow config`.")
     elif json_file is not None:
         from layerflow_cli.output import write_json  # noqa: PLC0415
 
@@ -129,7 +190,7 @@ def markdown(rows: list[ReferenceRow]) -> str:
 
 
 def starter_file(rows: list[ReferenceRow]) -> str:
-    """Every setting with its description, default and bounds as comments: valid TOML that changes nothing.
+    """These settings with description, default and bounds as comments: valid TOML that changes nothing.
 
     A setting is ``#key = value`` and prose ``# words``, so that each setting can be uncommented by itself.
     """

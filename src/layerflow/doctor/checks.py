@@ -22,7 +22,7 @@ from layerflow.errors import ConfigError, LayerflowError
 from layerflow.findings import Finding, arena_fits, ok, problem, size_text, warning
 from layerflow.http_server import MAX_CONNECTIONS
 from layerflow.system import machine, unix_sockets
-from layerflow.system.descriptors import FLOOR
+from layerflow.system.descriptors import FLOOR, most_used
 from layerflow.system.machine import existing
 from layerflow.system.memfd import HUGE_PAGE_BYTES
 from layerflow.system.unix_sockets import why_not_listening
@@ -137,7 +137,7 @@ def _descriptors(settings: ServerSettings) -> Finding:
     advice = "raise the hard limit of `ulimit -n` (LimitNOFILE= of a systemd unit)"
     if most == resource.RLIM_INFINITY:
         return ok(check, "without a limit")
-    wanted = FLOOR + MAX_CONNECTIONS + 3 * settings.max_sessions + 2 * settings.max_clients
+    wanted = most_used(http=MAX_CONNECTIONS, workers=settings.max_sessions, clients=settings.max_clients)
     if most < FLOOR:
         return problem(check, f"a process may have {most}; the server does not start with fewer than {FLOOR}", advice)
     if most < wanted:

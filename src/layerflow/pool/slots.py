@@ -233,6 +233,15 @@ class Slots:
         """The slot size that holds an object of `nbytes`."""
         return -(-nbytes // self.alignment) * self.alignment
 
+    def footprint(self, nbytes: int) -> float:
+        """Bytes that an object of `nbytes` takes of an arena full of such objects.
+
+        Its slot, and its share of what an extent of these slots leaves unused.
+        """
+        stride = self.stride(nbytes)
+        room = _SizeClass(stride, self.granule_bytes, self._stock.granules).granules * self.granule_bytes
+        return room / max(1, room // stride)
+
     def alloc(self, nbytes: int, count: int = 1) -> list[int]:
         """Room for up to `count` objects of `nbytes` each: ascending offsets, in runs where possible.
 

@@ -20,6 +20,14 @@ FOR_HTTP, FOR_CLIENTS, FOR_WORKERS = 112, 80, 48
 clients and peers, then those of engine workers; the rest is for the process's own files."""
 
 
+def most_used(*, http: int, workers: int, clients: int) -> int:
+    """Return how many descriptors a server may take: its own, and those of so many connections of each kind.
+
+    An engine worker has a connection, its memory's and its process's descriptor; a client has two.
+    """
+    return FLOOR + http + 3 * workers + 2 * clients
+
+
 def prepare_descriptors() -> int:
     """Raise this process's limit as far as its user may, and return it.
 

@@ -1,10 +1,15 @@
 """What SGLang itself has no CPU branch for, set by its plug-in entry point (``sglang.srt.plugins``) in each process.
 
-HiCache, a contender in the tests, pins host memory and copies with kernels; both are plain here.
+HiCache, a contender in the tests, pins host memory and copies with kernels, and Mooncake's backend pins indices; all
+are plain here. Where the variable ``LAYERS_LOG`` names a file, each layer's number is written there when it has
+computed its attention, with the time.
 """
 
 from __future__ import annotations
 
+import functools
+import os
+import time
 from typing import Any
 
 import torch
@@ -20,6 +25,11 @@ def register() -> None:
 
     layernorm_gated._use_cpu = True  # it asks for AMX; its other branch is a Triton kernel
     HookRegistry.register("sglang.srt.mem_cache.pool_host.base.HostKVCache.__init__", _unpinned, HookType.BEFORE)
+    HookRegistry.register("sglang.srt.disaggregation.utils.get_kv_class", _unpinned_indices, HookType.AFTER)
+    if path := os.environ.get("LAYERS_LOG"):
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        computed = functools.partial(_computed, log)
+        HookRegistry.register("sglang.srt.layers.radix_attention.RadixAttention.forward", computed, HookType.AFTER)
     mha.transfer_kv_direct = transfer_kv_direct
     mha.transfer_kv_per_layer_direct_pf_lf = transfer_kv_per_layer_direct_pf_lf
     mha.transfer_kv_all_layer_direct_lf_pf = transfer_kv_all_layer_direct_lf_pf
@@ -27,6 +37,15 @@ def register() -> None:
 
 def _unpinned(self: Any, **geometry: Any) -> tuple[tuple[Any], dict[str, Any]]:
     return (self,), {**geometry, "pin_memory": False}
+
+
+def _unpinned_indices(kind: Any, *args: Any, **kwargs: Any) -> None:
+    if getattr(kind, "supports_host_tensor_indices", False):
+        kind.supports_host_tensor_indices = False
+
+
+def _computed(log: int, result: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+    os.write(log, f"{layer.layer_id} {time.monotonic()}\n".encode())
 
 
 def transfer_kv_direct(

@@ -69,9 +69,14 @@ def _hook(*, before: Hooks = (), around: Hooks = (), after: Hooks = ()) -> None:
 
     for kind, hooks in ((HookType.BEFORE, before), (HookType.AROUND, around), (HookType.AFTER, after)):
         for target, hook in hooks:
-            if (target, kind.name) not in _hooked:
-                _hooked.add((target, kind.name))
-                HookRegistry.register(f"sglang.srt.{target}", hook, kind)
+            if (target, kind.name) in _hooked:
+                continue
+            _hooked.add((target, kind.name))
+            name = f"sglang.srt.{target}"
+            if name in HookRegistry._patched:  # by another plug-in: apply_hooks() passes over it
+                HookRegistry._apply_target(name, [(kind, hook, None)])
+            else:
+                HookRegistry.register(name, hook, kind)
     HookRegistry.apply_hooks()
 
 

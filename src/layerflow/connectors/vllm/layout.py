@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import math
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +29,7 @@ from layerflow.connectors.vllm.reuse import kind_of
 from layerflow.connectors.vllm.versions import release
 from layerflow.errors import ConfigError, Unsupported
 from layerflow.kinds import KINDS
-from layerflow.spec import DEFAULT_CHUNK_TOKENS, GroupSpec, ModelSpec, Plane, Shard
+from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard, default_chunk_tokens
 
 # Layers of a draft model (EAGLE, MTP, a small model): which of vLLM's they are, and what their bytes depend on.
 #
@@ -263,7 +262,7 @@ def layout_of(vllm_config: Any, cache: Any, kv_caches: Mapping[str, Any], option
         shard=_boxed(shard, axes, _layers(groups, named, stages), tuple(draft_names) if any(draft_names) else ()),
         attention=_packing(vllm_config, cache, {name: each for name, each in planes.items() if name not in drafts}),
         quantization=_arithmetic(vllm_config, shard, [name for name in planes if name not in drafts]),
-        chunk_tokens=chunk_tokens(
+        chunk_tokens=default_chunk_tokens(
             [group for group, draft in zip(groups, draft_names, strict=True) if not draft], options.chunk_tokens
         ),
     )
@@ -285,19 +284,6 @@ def waits_by_layer(vllm_config: Any, layout: Layout) -> bool:
 def model_layer(name: str) -> int:
     """The number of the model's layer that a cache belongs to: the first one in its name."""
     return next((int(part) for part in name.split(".") if part.isdecimal()), 0)
-
-
-def chunk_tokens(groups: Sequence[GroupSpec], wanted: int = 0) -> int:
-    """Tokens of a chunk: `wanted` if given, else the least multiple of every block size from 256 tokens on.
-
-    No more than the smallest window: of a longer chunk only its end would be kept, and no hit could end within it.
-    """
-    if wanted:
-        return wanted
-    unit = math.lcm(*(group.block_size for group in groups))
-    default = unit * -(-DEFAULT_CHUNK_TOKENS // unit)
-    window = min((group.window for group in groups if group.window), default=default)
-    return min(default, max(unit, window // unit * unit))
 
 
 def _ratio(layer_spec: Any) -> int:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from sglang.srt.disaggregation.common.conn import (
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_hash_str, get_storage_hash_str
+from sglang.srt.utils.network import NetworkAddress
 
 from layerflow.agent.lookups import Lookups
 from layerflow.connectors.common.guard import attempt
@@ -32,12 +34,17 @@ from layerflow.connectors.sglang.layout import KV, MAMBA
 from layerflow.connectors.sglang.options import options_of_environment
 from layerflow.connectors.sglang.pd.decoding import DecodeSide, Following, PromptProgress
 from layerflow.connectors.sglang.pd.first_tokens import FirstTokens
+from layerflow.connectors.sglang.pd.prefill_watch import PrefillWatch
 from layerflow.connectors.sglang.pd.prefilling import PrefillSide, PromptPart
 from layerflow.errors import Unsupported
+from layerflow.expiring import ExpiringSet
 from layerflow.system.threads import OwnedThread
 
 ROOM, ROW, FAILED, ABORT = b"LAYERFLOW_ROOM", b"LAYERFLOW_ROW", b"LAYERFLOW_FAILED", b"ABORT"
 """Tags of frames between ranks: decode is there; the first token's row; prefill has failed; decode has given up."""
+
+GONE_S, MOST_GONE = 600.0, 1024
+"""A prefill engine that has ended is not waited for, as one that starts is, for so long; so many of them."""
 
 REPLACED = "the weights were replaced, and SGLang's cache was not flushed since"
 
@@ -58,8 +65,11 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
         self._request_pool: Any = None
         self._first = FirstTokens()
         self._control = OwnedThread("layerflow-sglang-pd", self._hear, restart_s=0.1).start()
+        self._gone = ExpiringSet[str](MOST_GONE)  #: bootstrap addresses of prefill engines that have ended
+        self._watch: PrefillWatch | None = None
         if mode == DisaggregationMode.DECODE:
             self._start_heartbeat_checker_thread()
+            self._watch = PrefillWatch(self._prefill_ended)
 
     def attach(self, queue: Any) -> None:
         """The engine's pools are there.
@@ -186,6 +196,41 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
         """Decode has let go of a room."""
         self._first.take(room)
 
+    def watch_prefill(self, address: str, ranks: Sequence[Mapping[str, Any]]) -> None:
+        """Fail the requests of a prefill engine as soon as one of these ranks has ended.
+
+        :param address: of its bootstrap server. :param ranks: as that has told of them.
+        """
+        if self._watch is not None:
+            self._watch.watch(
+                address, [NetworkAddress(each["rank_ip"], int(each["rank_port"])).to_tcp() for each in ranks]
+            )
+
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """Look for a prefill engine. One that does not answer may be starting, and SGLang tries 15 times; but not where
+        it has ended a while ago.
+        """
+        if super().try_ensure_parallel_info(bootstrap_addr):
+            self._gone.discard(bootstrap_addr)
+            return True
+        if self._gone.holds(bootstrap_addr, time.monotonic()):
+            for room in self._waiting_for(bootstrap_addr):
+                self.record_failure(room, f"the prefill engine at {bootstrap_addr} has ended")
+                self.update_status(room, KVPoll.Failed)
+        return False
+
+    def _prefill_ended(self, address: str) -> None:
+        waiting = self._waiting_for(address)
+        if waiting or address in self.prefill_info_table:  # else another of its ranks has told so
+            log.warning("prefill_engine_ended", address=address, requests=len(waiting))
+            self._gone.add(address, time.monotonic() + GONE_S)
+            self._handle_node_failure(address)
+
+    def _waiting_for(self, address: str) -> list[int]:
+        with self.connection_lock:
+            rooms = list(self.addr_to_rooms_tracker.get(address, ()))
+        return [room for room in rooms if self.request_status.get(room) not in (None, KVPoll.Success, KVPoll.Failed)]
+
     # -- the control thread --------------------------------------------------------------------------
 
     def _hear(self) -> None:
@@ -204,7 +249,7 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
                 self._send_rows(room)
         elif tag == ROW:
             self._first.put(int(frames[1]), list(frames[2:]))
-        elif tag == FAILED:
+        elif tag == FAILED and int(frames[1]) in self.request_status:
             self.record_failure(int(frames[1]), f"the prefill engine has failed: {frames[2].decode()}")
             self.update_status(int(frames[1]), KVPoll.Failed)
         elif tag == ABORT:
@@ -230,14 +275,18 @@ class LayerflowSender(CommonKVSender):  # type: ignore[misc]
         mgr.update_status(bootstrap_room, KVPoll.WaitingForInput)  # nothing of decode is needed to begin
 
     def poll(self) -> Any:
-        """Success once the prompt is computed and no save reads its pages, whether or not decode has come."""
+        """Success once the prompt is computed and no save reads its pages, whether or not decode has come.
+
+        The server's answer to the hand-off is awaited too: decode is told of a refusal, and nobody would ask later.
+        """
         status, side = super().poll(), self.kv_mgr.prefill
         if status in (KVPoll.Success, KVPoll.Failed) or side is None:
             return status
+        undecided = side.undecided(self.bootstrap_room)
         if not self._refused and (reason := side.refusal(self.bootstrap_room)):
             self._refused = True
             self.kv_mgr.tell_failure(self.bootstrap_room, reason)
-        if status == KVPoll.Transferring and not side.saving(self.bootstrap_room):
+        if status == KVPoll.Transferring and not undecided and not side.saving(self.bootstrap_room):
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
             return super().poll()
         return status
@@ -264,6 +313,12 @@ class LayerflowReceiver(CommonKVReceiver):  # type: ignore[misc]
         self.hashes: Sequence[str] = ()
         self._following: Following | None = None
         self._index = 0
+
+    def init(self, prefill_dp_rank: int) -> None:
+        """Prefill is known: tell of its end as soon as that comes."""
+        super().init(prefill_dp_rank)
+        if self.conclude_state != KVPoll.Failed:
+            self.kv_mgr.watch_prefill(self.bootstrap_addr, self.bootstrap_infos or ())
 
     def send_metadata(
         self,

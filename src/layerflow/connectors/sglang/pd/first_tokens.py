@@ -17,12 +17,14 @@ class _Room:
     """One prompt's first token.
 
     :param until: monotonic seconds. :param rows: of SGLang's metadata buffers; [] = not there yet.
-    :param waiting: addresses of decode ranks. :param reason: why there will be none.
+    :param waiting: addresses of decode ranks. :param served: of those that have the rows: they still load the prompt.
+    :param reason: why there will be none.
     """
 
     until: float
     rows: list[bytes] = field(default_factory=list)
     waiting: set[tuple[str, int]] = field(default_factory=set)
+    served: set[tuple[str, int]] = field(default_factory=set)
     reason: str = ""
 
 
@@ -56,13 +58,15 @@ class FirstTokens:
         with self._lock:
             if room in self._rooms:
                 self._rooms[room].waiting.clear()
+                self._rooms[room].served.clear()
 
     def fail(self, room: int, reason: str) -> set[tuple[str, int]]:
-        """There will be none. Who waits for it, and is to be told."""
+        """There will be none, or its prompt is not handed over. Who waits for it or has it, and is to be told."""
         with self._lock:
             found = self._touched(room)
-            found.reason, waiting, found.waiting = reason, found.waiting, set()
-            return waiting
+            told, found.reason = found.waiting | found.served, reason
+            found.waiting, found.served = set(), set()
+            return told
 
     def reason(self, room: int) -> str:
         """Why there will be none; "" = nothing of that is known."""
@@ -76,6 +80,7 @@ class FirstTokens:
             if found is None or not found.rows:
                 return [], set()
             waiting, found.waiting = found.waiting, set()
+            found.served |= waiting
             return found.rows, waiting
 
     def take(self, room: int) -> list[bytes]:

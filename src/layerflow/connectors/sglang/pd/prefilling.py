@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 DRAIN_S = 1.0
 """How long a request that is given up waits for batches that still read its slots; then its saves are cut off."""
 
+LOST = "its layerflow server was lost, or away"
+
 log = structlog.get_logger("layerflow.sglang")
 
 
@@ -47,8 +49,17 @@ class PromptPart:
 
 @dataclass(slots=True)
 class _Prompt:
+    """A prompt that is being computed.
+
+    :param attachment: the agent's, by number, to the server that its hand-off was opened at; 0 = it was away.
+    :param opened: None = another rank has opened it.
+    :param saved: pages that have been saved, or are. :param over: no more of it is.
+    :param refusal: why its reader gets nothing.
+    """
+
     chain: HashedChain
-    opened: HandoffInquiry | None
+    attachment: int
+    opened: HandoffInquiry | None = None
     saved: int = 0
     over: bool = False
     refusal: str = ""
@@ -80,10 +91,11 @@ class PrefillSide:
             prompt = self._prompts.get(part.room)
             if prompt is None:
                 chain = self.agent.hashed_chain([each.encode() for each in part.hashes])
-                prompt = self._prompts[part.room] = _Prompt(chain, None)
+                prompt = self._prompts[part.room] = _Prompt(chain, self._attachment)
                 if self.leads:
                     tokens = len(part.hashes) * chain.chunk_tokens
                     prompt.opened = self.lookups.open_handoff(handoff_name(part.room), chain, tokens)
+            self._check_server(part.room, prompt)
             page = prompt.chain.chunk_tokens
             if part.end <= prompt.saved or prompt.over:
                 continue
@@ -98,7 +110,7 @@ class PrefillSide:
             except Exception as error:  # noqa: BLE001 - told; decode is told by the hand-off's end
                 tell("run_batch", None, error)
                 for part in parts:
-                    self.give_up(part.room, f"its saves could not begin: {error}")
+                    self._refuse(part.room, f"its saves could not begin: {error}")
 
     def layer_done(self, layer: int) -> None:
         """The batch has written a layer's new keys and values.
@@ -123,11 +135,23 @@ class PrefillSide:
     def end(self, room: int) -> None:
         """All of a prompt is computed."""
         prompt = self._prompts.get(room)
+        if prompt is not None:
+            self._check_server(room, prompt)
         if prompt is None or prompt.over:
             return
         prompt.over = True
         if self.leads:
             self.lookups.end_handoff(handoff_name(room), tokens=prompt.saved * prompt.chain.chunk_tokens)
+
+    def undecided(self, room: int) -> bool:
+        """Has the server not said yet whether it keeps a prompt for its reader? It is away once it is late."""
+        prompt = self._prompts.get(room)
+        return (
+            prompt is not None
+            and not prompt.refusal
+            and prompt.opened is not None
+            and self.lookups.handoff(prompt.opened, 0.0) is None
+        )
 
     def refusal(self, room: int) -> str:
         """Why the server does not keep a prompt for its reader; "" = it does, or has not answered yet."""
@@ -161,3 +185,17 @@ class PrefillSide:
     def forget(self, room: int) -> None:
         """SGLang has let go of a request."""
         self._prompts.pop(room, None)
+
+    def _check_server(self, room: int, prompt: _Prompt) -> None:
+        """A server that has come after a prompt's hand-off was opened knows nothing of it."""
+        if not prompt.over and (not prompt.attachment or self._attachment != prompt.attachment):
+            self._refuse(room, LOST)
+
+    @property
+    def _attachment(self) -> int:
+        return self.agent.statistics().attachments if self.agent.attached else 0
+
+    def _refuse(self, room: int, reason: str) -> None:
+        """The reader gets nothing; see :meth:`refusal`."""
+        self._prompts[room].refusal = reason
+        self.give_up(room, reason)
