@@ -228,6 +228,7 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(
                     current.note(StepSpans(1.0, number, number, noise[number % 8] + os.urandom(64)))
             assert number < 1_000_000
         assert "File too large" in status_of(server)["reason"] or "No space" in status_of(server)["reason"]
+        assert status_of(server)["failed"]
         worker.serve(worker.prompt(64))
     ended = [entry for entry in logs if entry["event"] == "recording_ended"]
     assert len(ended) == 1 and ended[0]["log_level"] == "warning"
@@ -286,3 +287,20 @@ def test_a_trace_of_the_last_steps_needs_no_recording(embed: Embed) -> None:
 def test_settings_refuse_a_file_that_is_too_small() -> None:
     with pytest.raises(ConfigError, match=r"record\.max_bytes"):
         Settings(record={"max_bytes": "1KiB"})
+
+
+def test_of_more_spans_than_an_answer_takes_the_newest_are_told(embed: Embed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("layerflow.server.spans.MOST_TRACE_BYTES", 2000)
+    server = embed()
+    control = Control(server.endpoint, "tool", context=server.context)
+    with worker_on(server, spec=SPEC) as worker:
+        for _ in range(12):
+            worker.serve(worker.prompt(64))
+
+        def found() -> Any:
+            return control.trace(600)
+
+        assert eventually(lambda: (told := found())["left_out"] + len(told["steps"]) == 12)
+        steps = [step["step"] for step in found()["steps"]]
+        assert 0 < len(steps) < 12 and steps == list(range(13 - len(steps), 13))
+    control.close()

@@ -201,6 +201,9 @@ def _notes(found: Mapping[str, Any], workers: list[Mapping[str, Any]]) -> Iterat
         if worker.get("silent"):
             since = duration(worker.get("heard_s_ago", 0))
             yield f"{_name_of(worker)}, tp {worker.get('tp')}, pid {worker.get('pid')}: silent for {since}"
+    recording = found.get("recording") or {}
+    if recording.get("failed"):
+        yield f"nothing is recorded any more: {recording.get('reason', '?')}"
     tier = found.get("tier") or {}
     if tier.get("reason"):
         yield f"{tier.get('backend', 'tier')} is down: {tier['reason']}"

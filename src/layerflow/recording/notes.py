@@ -20,6 +20,7 @@ from layerflow.recording.format import (
     SessionSeen,
     SettingsInForce,
     StepSeen,
+    StepSpans,
 )
 from layerflow.recording.renumbering import WITH_TEXT, Renumbering
 from layerflow.spec import ModelSpec
@@ -70,7 +71,7 @@ _CORE: Final = {kind: (number, kind in WITH_TEXT) for kind, number in (EVENTS | 
 
 
 def weight(note: Any) -> int:
-    """Bytes of the digests that a note keeps; 0 for those that are small."""
+    """Bytes of the digests or spans that a note keeps; 0 for those that are small."""
     if isinstance(note, LookupNote):
         return len(note.message.digests) + len(note.message.block_digests)
     if isinstance(note, StepNote):
@@ -78,7 +79,7 @@ def weight(note: Any) -> int:
         return sum(len(part.digests) for part in message.loads) + sum(
             len(part.digests) + len(part.block_digests) for part in message.saves
         )
-    return 0
+    return len(note.spans) if isinstance(note, StepSpans) else 0
 
 
 class Transcript:

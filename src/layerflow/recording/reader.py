@@ -46,7 +46,11 @@ class Recording:
                 self.nbytes = os.fstat(file.fileno()).st_size
                 page = file.read(HEADER_BYTES)
                 self.header = self._read_header(page)
-                self.segments = self._read_segments(file, *NEWEST.unpack_from(page, HEADER_BYTES - NEWEST.size))
+                newest = NEWEST.unpack_from(page, HEADER_BYTES - NEWEST.size)[0]
+                try:
+                    self.segments = self._read_segments(file, newest)
+                except ConfigError:  # its writer may just have gone on to another segment
+                    self.segments = self._read_segments(file, newest)
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import functools
 import math
 import threading
 import time
@@ -60,7 +62,7 @@ class RecorderStatistics:
     :param on: something is being recorded. :param path: of the recording, or of the last one; "" = there was none.
     :param began: monotonic seconds. :param until: when it ends by itself; infinite = it does not.
     :param events: records written. :param dropped: events that are missing. :param nbytes: of the file.
-    :param reason: why the last one has ended; "" = it has not.
+    :param reason: why the last one has ended; "" = it has not. :param failed: it was not meant to.
     """
 
     on: bool = False
@@ -71,6 +73,7 @@ class RecorderStatistics:
     dropped: int = 0
     nbytes: int = 0
     reason: str = ""
+    failed: bool = False
 
 
 class RecordingThread:
@@ -293,7 +296,7 @@ class Recorder:
                 worker,
                 after=self._measured.get(number, 0),
                 since=current.began,
-                tell=lambda answer, number=number: self._take_spans(number, answer),  # type: ignore[misc]
+                tell=functools.partial(self._take_spans, current, number),
             )
 
     def sample_due(self, now: float) -> bool:
@@ -338,6 +341,7 @@ class Recorder:
             "dropped": found.dropped,
             "bytes": found.nbytes,
             "reason": found.reason,
+            "failed": found.failed,
         }
 
     def _begin(self, path: Path, max_bytes: int, until: float = math.inf) -> RecordingThread:
@@ -357,7 +361,15 @@ class Recorder:
         ended, self.current = self.current, None
         self._ended.append(ended)
         self._last = RecorderStatistics(
-            False, str(ended.path), ended.began, self._until, ended.records, ended.dropped, ended.nbytes, reason
+            False,
+            str(ended.path),
+            ended.began,
+            self._until,
+            ended.records,
+            ended.dropped,
+            ended.nbytes,
+            reason,
+            bool(ended.failure),
         )
         ended.end()
         level = log.warning if ended.failure else log.info
@@ -370,12 +382,13 @@ class Recorder:
                 continue
             self._ended.remove(each)
             if self.current is None and self._last.path == str(each.path) and self._last.began == each.began:
-                last = self._last
-                self._last = RecorderStatistics(
-                    False, last.path, last.began, last.until, each.records, each.dropped, each.nbytes, last.reason
+                self._last = dataclasses.replace(
+                    self._last, events=each.records, dropped=each.dropped, nbytes=each.nbytes
                 )
 
-    def _take_spans(self, session: int, answer: wire.Spans | None) -> None:
+    def _take_spans(self, asker: RecordingThread, session: int, answer: wire.Spans | None) -> None:
+        if asker is not self.current:
+            return
         if answer is None:
             self._asking.discard(session)
             self._measured.pop(session, None)
@@ -383,9 +396,8 @@ class Recorder:
         self._measured[session] = answer.upto
         if not answer.more:
             self._asking.discard(session)
-        if self.current is not None:
-            for step in answer.steps:
-                self.current.note(StepSpans(step.origin, session, step.step, step.spans))
+        for step in answer.steps:
+            asker.note(StepSpans(step.origin, session, step.step, step.spans))
 
 
 # What of the server's state a recording has.

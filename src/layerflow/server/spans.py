@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +21,10 @@ PATIENCE_S = 2.0
 
 MOST_TRACE_BYTES = 8 << 20
 """Of spans in one answer; older steps are left out."""
+
+
+Told = tuple[float, ClientSession, wire.StepSpans]
+"""A step that a worker has told of, and when the step began."""
 
 
 class SpanQuestions:
@@ -72,42 +77,51 @@ async def trace_workers(questions: SpanQuestions, workers: Sequence[ClientSessio
     :returns: ``steps``, and as ``silent`` the engines of workers that did not answer in time.
     """
     since = time.monotonic() - seconds
-    found: list[tuple[float, ClientSession, wire.StepSpans]] = []
+    found: list[Told] = []
+    held = left_out = 0
     waiting: dict[int, ClientSession] = {worker.number: worker for worker in workers}
     all_told = asyncio.Event()
 
     def told(worker: ClientSession, answer: wire.Spans | None) -> None:
-        if answer is not None:
-            found.extend((step.origin, worker, step) for step in answer.steps)
+        nonlocal held, left_out
+        for step in answer.steps if answer is not None else ():
+            found.append((step.origin, worker, step))
+            held += len(step.spans)
+        if held > 2 * MOST_TRACE_BYTES:
+            held, dropped = _keep_newest(found)
+            left_out += dropped
         if answer is None or not answer.more:
             waiting.pop(worker.number, None)
             if not waiting:
                 all_told.set()
 
-    asked = [
-        questions.ask(worker, after=0, since=since, tell=lambda answer, worker=worker: told(worker, answer))  # type: ignore[misc]
-        for worker in workers
-    ]
+    asked = [questions.ask(worker, after=0, since=since, tell=functools.partial(told, worker)) for worker in workers]
     with contextlib.suppress(TimeoutError):
         if workers:
             await asyncio.wait_for(all_told.wait(), PATIENCE_S)
     for number in asked:
         questions.withdraw(number)
-    steps: list[dict[str, Any]] = []
-    room = MOST_TRACE_BYTES
-    for origin, worker, step in sorted(found, key=lambda one: -one[0]):
-        room -= len(step.spans)
-        if room < 0:
-            break
-        steps.append(
-            {
-                "session": worker.number,
-                "step": step.step,
-                "engine": worker.name,
-                "rank": worker.spec.shard.tp_rank if worker.spec is not None else 0,
-                "origin": origin,
-                "spans": base64.b64encode(step.spans).decode(),
-            }
-        )
-    silent = sorted({worker.name for worker in waiting.values()})
-    return {"steps": steps[::-1], "left_out": len(found) - len(steps), "silent": silent}
+    left_out += _keep_newest(found)[1]
+    steps = [
+        {
+            "session": worker.number,
+            "step": step.step,
+            "engine": worker.name,
+            "rank": worker.spec.shard.tp_rank if worker.spec is not None else 0,
+            "origin": origin,
+            "spans": base64.b64encode(step.spans).decode(),
+        }
+        for origin, worker, step in found
+    ]
+    return {"steps": steps, "left_out": left_out, "silent": sorted({worker.name for worker in waiting.values()})}
+
+
+def _keep_newest(found: list[Told]) -> tuple[int, int]:
+    """Sort by time, and drop the oldest past :data:`MOST_TRACE_BYTES`. The bytes kept, and how many steps are not."""
+    found.sort(key=lambda one: one[0])
+    held, first = 0, len(found)
+    while first and held + len(found[first - 1][2].spans) <= MOST_TRACE_BYTES:
+        first -= 1
+        held += len(found[first][2].spans)
+    del found[:first]
+    return held, first
