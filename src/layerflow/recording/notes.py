@@ -6,9 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
+import numpy as np
 
 from layerflow.flow.commands import Command
 from layerflow.flow.events import Event, LimitsChanged
+from layerflow.places import NOWHERE
 from layerflow.recording.format import (
     COMMANDS,
     EVENTS,
@@ -43,15 +45,17 @@ class SessionNote(NamedTuple):
 
 
 class LookupNote(NamedTuple):
-    """A lookup was answered; see :class:`layerflow.recording.format.LookedUp`."""
+    """A lookup was answered; see :class:`layerflow.recording.format.LookedUp`.
+
+    :param places: a :data:`layerflow.places.PLACE` for each object of the hit.
+    """
 
     at: float
     answered: float
     session: int
     message: Lookup
     hit: int
-    objects: int
-    resident: int
+    places: bytes
     following: bool
 
 
@@ -73,7 +77,7 @@ _CORE: Final = {kind: (number, kind in WITH_TEXT) for kind, number in (EVENTS | 
 def weight(note: Any) -> int:
     """Bytes of the digests or spans that a note keeps; 0 for those that are small."""
     if isinstance(note, LookupNote):
-        return len(note.message.digests) + len(note.message.block_digests)
+        return len(note.message.digests) + len(note.message.block_digests) + len(note.places)
     if isinstance(note, StepNote):
         message = note.message
         return sum(len(part.digests) for part in message.loads) + sum(
@@ -159,6 +163,7 @@ class Transcript:
 
     def _lookup(self, note: LookupNote) -> LookedUp:
         message, numbers = note.message, self._numbers
+        resident = np.frombuffer(note.places, "<u8")[::2] != NOWHERE
         return LookedUp(
             note.at,
             note.answered,
@@ -168,8 +173,8 @@ class Transcript:
             numbers.chunks(message.digests),
             numbers.tail(message.tail),
             note.hit,
-            note.objects,
-            note.resident,
+            len(resident),
+            int(resident.sum()),
             note.following,
         )
 

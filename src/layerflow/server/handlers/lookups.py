@@ -7,10 +7,9 @@ import time
 from collections.abc import Callable
 
 import msgspec
-import numpy as np
 
 from layerflow.hits import HitLength, search_hit
-from layerflow.places import NOWHERE, is_placed, unpack_places
+from layerflow.places import is_placed, unpack_places
 from layerflow.pool.base import Owner
 from layerflow.recording.notes import LookupNote
 from layerflow.server.account import Refused
@@ -252,14 +251,13 @@ class LookupHandler:
         plan = self._plan(session, message, owner) if places else 0
         if not plan:
             pool.transfer_pins(owner, lease_owner(session.engine, message.request), until)
-        self._found(session, message, hit, received_at, plan=plan, places=places, following=following, reason=reason)
+        tokens = self._found(
+            session, message, hit, received_at, plan=plan, places=places, following=following, reason=reason
+        )
         recording = self._context.recorder.current
-        if recording is not None and session.spec is not None:
-            there = np.frombuffer(leased, "<u8")[::2] != NOWHERE
-            tokens, now = hit.surely(session.spec, message.tokens), time.monotonic()
-            recording.note(
-                LookupNote(received_at, now, session.number, message, tokens, len(there), int(there.sum()), following)
-            )
+        if recording is not None:
+            now = time.monotonic()
+            recording.note(LookupNote(received_at, now, session.number, message, tokens, leased, following))
 
     async def _lease(
         self, session: ClientSession, asked: LookupRequest, hit: HitLength, owner: Owner, until: float
@@ -318,7 +316,8 @@ class LookupHandler:
         places: bytes,
         following: bool,
         reason: str,
-    ) -> None:
+    ) -> int:
+        """Answer, and count. The tokens that can be loaded for certain."""
         context = self._context
         told = msgspec.structs.replace(_found(message.id, hit), following=following, reason=reason)
         if plan:
@@ -329,6 +328,7 @@ class LookupHandler:
         self._context.metrics.lookup(session.labels, tokens, message.tokens - tokens, time.monotonic() - received_at)
         session.figures.lookup_tokens += message.tokens
         session.figures.hit_tokens += tokens
+        return tokens
 
 
 def _found(number: int, hit: HitLength) -> wire.Found:
