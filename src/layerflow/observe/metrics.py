@@ -224,7 +224,7 @@ class Metrics:
         self._peers = PeerMetrics(registry)
         self._handoffs = HandoffMetrics(registry)
 
-        self._recording = gauge("recording", "1 while what happens is being recorded.")
+        self._recording = gauge("recording_up", "1 while what happens is being recorded.")
         self._recording_bytes = gauge("recording_bytes", "Size of the file that is being written.")
         self._recorded = counter("recorded_events", "Records written to recordings.")
         self._unrecorded = counter("unrecorded_events", "Events that recordings lack: their writer was behind.")
