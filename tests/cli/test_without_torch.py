@@ -87,6 +87,13 @@ def test_looking_at_a_server_loads_no_numpy(environment, endpoint, tmp_path):
     assert status.returncode == 0, status.stderr
 
 
+def test_settings_are_planned(environment, tmp_path):
+    fields = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 256}
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"torch_dtype": "bfloat16"}))
+    planned = layerflow(environment, "plan", "--model", str(tmp_path), "--ram", "1GiB")
+    assert planned.returncode == 0 and "[transfer]" in planned.stdout, planned.stderr
+
+
 def test_settings_are_shown_and_the_proxy_listens(environment):
     config = layerflow(environment, "config", "--json")
     assert config.returncode == 0 and json.loads(config.stdout)

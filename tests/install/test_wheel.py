@@ -81,6 +81,7 @@ def test_it_is_small_and_brings_no_torch(installed):
 def test_its_commands_run(installed, folder):
     assert command(installed, folder, "--version").stdout == f"layerflow {layerflow.__version__}\n"
     assert json.loads(command(installed, folder, "config", "--json").stdout)
+    assert "handoff_share" in command(installed, folder, "config", "--profile", "pd").stdout
     doctor = command(installed, folder, "doctor", "--set", "pool.size=1MiB", "--set", "server.http_port=-1")
     assert doctor.returncode == 0 and "the C loop is not built" in doctor.stdout, doctor.stdout + doctor.stderr
     refused = command(installed, folder, "demo", "--quick")

@@ -80,7 +80,8 @@ def test_the_figures_are_those_of_the_settings_that_it_prints(model, tmp_path):
     assert told["token_bytes"] == pytest.approx(188 * 1024, rel=1e-3)
     assert told["arena"]["hours"] == pytest.approx(told["arena"]["tokens"] / 5000 / 3600)
     assert 0.93 < told["arena"]["prompts"] / ((1 << 40) // told["prompt"]["bytes"]) <= 1
-    assert {line["key"] for line in told["settings"]} >= {"size", "max_inflight_bytes", "max_sessions"}
+    values = {f"{line['section']}.{line['key']}": line["value"] for line in told["settings"]}
+    assert values["pool.size"] == "1TiB" and Settings.load(None, values) == settings
 
 
 def test_the_header_names_what_the_cache_takes(model):

@@ -263,7 +263,7 @@ def _result(
         "descriptors": file.descriptors,
         "window_bytes": file.window_bytes,
         "granted_bytes": file.granted_bytes,
-        "settings": [dataclasses.asdict(line) for line in file.lines],
+        "settings": [dataclasses.asdict(line) | {"value": line.value.strip('"')} for line in file.lines],
     }
 
 
