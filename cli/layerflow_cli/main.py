@@ -16,9 +16,11 @@ from layerflow_cli.commands.doctor import doctor
 from layerflow_cli.commands.plan import plan
 from layerflow_cli.commands.proxy import proxy
 from layerflow_cli.commands.purge import purge
+from layerflow_cli.commands.record import record
 from layerflow_cli.commands.run import run
 from layerflow_cli.commands.simulate import simulate
 from layerflow_cli.commands.status import status
+from layerflow_cli.commands.trace import trace
 from layerflow_cli.errors import EXIT_TERMINATED, LayerflowGroup
 
 app = typer.Typer(
@@ -35,6 +37,8 @@ app.command(short_help="Run the server.")(run)
 app.command(short_help="Serve prefill and decode engines as one.")(proxy)
 app.command(short_help="Show a running server's state.")(status)
 app.command(short_help="Empty a running server's pool.")(purge)
+app.command(short_help="Record what happens in a running server.")(record)
+app.command(short_help="Draw the last steps of a running server's engines.")(trace)
 app.command(short_help="Print every setting, or check or start a file.")(config)
 app.command(short_help="Size a model's cache, and plan settings for it.")(plan)
 app.command(short_help="Replay a trace under another configuration.")(simulate)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -59,6 +60,9 @@ JsonFile = Annotated[
 SettingItems = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting; may be repeated.")
 ]
+MOST_SECONDS = 30 * 86_400.0
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|min|h|d|)")
+_SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 STANDARD_OUTPUT = Path("-")
 """What ``--json`` without a file means: JSON instead of tables."""
 
@@ -72,6 +76,19 @@ def with_json_file(arguments: Sequence[str]) -> list[str]:
         if argument == "--json" and (not following or (following[0].startswith("-") and following[0] != "-")):
             completed.append(str(STANDARD_OUTPUT))
     return completed
+
+
+def parse_duration(option: str, text: str) -> float:
+    """Seconds from ``"90s"``, ``"20m"``, ``"1h"``, ``"500ms"`` or a plain number of seconds.
+
+    :param option: what messages call it.
+    :raises ConfigError: it is none of these, or no time.
+    """
+    match = _DURATION.fullmatch(text.strip().lower())
+    seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
+    if not 0 < seconds <= MOST_SECONDS:
+        raise ConfigError(f'{option} {text}: write a time such as "90s", "20m" or "1h", at most 30 days')
+    return seconds
 
 
 def assignments(items: Sequence[str]) -> dict[str, str]:

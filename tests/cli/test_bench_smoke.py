@@ -5,7 +5,21 @@ import math
 import pytest
 
 from layerflow.errors import LayerflowError
-from layerflow_cli.bench import auto, beside, directory, flow, lookup, miss, overlap, pd, pool, proxy, server, stagger
+from layerflow_cli.bench import (
+    auto,
+    beside,
+    directory,
+    flow,
+    lookup,
+    miss,
+    overlap,
+    pd,
+    pool,
+    proxy,
+    record,
+    server,
+    stagger,
+)
 from layerflow_cli.bench.transfer import copy, device
 
 
@@ -102,6 +116,13 @@ def test_lookup():
     assert result["objects"] == 8
     for name in ("loop_cpu_us", "release_cpu_us", "wall_us"):
         assert 0 < result[name]["p50"] <= result[name]["p99"], name
+
+
+def test_record():
+    result = record.measure(events=4000, tokens=1024, lookups=4)
+    assert result["events"] == 4000 and result["dropped"] == 0
+    assert 0 < result["loop_us_per_event"] < result["cpu_us_per_event"] and result["bytes_per_event"] > 0
+    assert result["recording"]["wall_us"]["p50"] > 0
 
 
 def test_server():

@@ -50,6 +50,8 @@ COMMANDS = [
     ["proxy"],
     ["status"],
     ["purge"],
+    ["record"],
+    ["trace"],
     ["config"],
     ["plan"],
     ["doctor"],
@@ -91,6 +93,14 @@ def test_version_and_bare_command():
         (["status", "--http", "http://127.0.0.1:1"], "is `layerflow run` up"),
         (["purge", "--endpoint", "ipc:///nonexistent/socket"], "/nonexistent/socket: there is no socket"),
         (["purge", "--tier"], "give --yes"),
+        (["record"], "give -o FILE to record, or --info FILE"),
+        (["record", "-o", "/tmp/x", "--for", "soon"], "write a time such as"),
+        (["record", "-o", "/tmp/x", "--for", "0s"], "write a time such as"),
+        (["record", "-o", "/tmp/x", "--max-bytes", "many"], "is not a size"),
+        (["record", "--info", "/nonexistent.lfr"], "cannot be read: No such file"),
+        (["record", "--info", __file__], "is no recording of layerflow"),
+        (["trace", "/nonexistent.lfr"], "cannot be read: No such file"),
+        (["trace", "--last", "-5s"], "write a time such as"),
         (["status", "--http", "http://x", "--endpoint", "ipc:///x"], "give one"),
     ],
 )
@@ -462,7 +472,7 @@ def test_a_device_that_is_not_there_is_one_readable_line(command, device):
     assert line.startswith("layerflow: device ")
 
 
-@pytest.mark.parametrize("command", [["status"], ["status", "--watch"], ["purge"]])
+@pytest.mark.parametrize("command", [["status"], ["status", "--watch"], ["purge"], ["record", "-o", "x"], ["trace"]])
 @pytest.mark.parametrize(
     ("endpoint", "words"),
     [

@@ -149,6 +149,7 @@ def test_the_reference_lists_sections_one_after_the_other():
         "proxy",
         "pd",
         "peers",
+        "record",
         "log",
     ]
     assert "pool.disk" not in rows

@@ -26,7 +26,7 @@ COMMAND = re.compile(
     r"^(?:\$ )?(?:layerflow|pip3?|make|vllm|python3?|apt-get|apt|curl|git|docker|\./\S+|examples/\S+) ", re.M
 )
 SERVES = re.compile(r"layerflow (run|proxy) ")
-ASKS = re.compile(r"layerflow (status|purge|doctor) ")
+ASKS = re.compile(r"layerflow (status|purge|doctor|record|trace) ")
 TRIES = 5
 """For these: a server on a busy machine may not answer in the time that they give it."""
 SECONDS = 300

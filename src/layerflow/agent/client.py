@@ -42,10 +42,12 @@ from layerflow.wire.messages import (
     OpenHandoff,
     Problem,
     Purge,
+    RecordRequest,
     ReleaseHandoff,
     Reset,
     StatusRequest,
     ToClient,
+    TraceRequest,
     WatchHandoff,
     Welcome,
 )
@@ -67,7 +69,7 @@ log = structlog.get_logger("layerflow.agent")
 
 # Questions, and what is known of their answers.
 
-Question = Lookup | StatusRequest | Purge | Reset | OpenHandoff | WatchHandoff
+Question = Lookup | StatusRequest | Purge | Reset | OpenHandoff | WatchHandoff | RecordRequest | TraceRequest
 
 
 @dataclass(slots=True, kw_only=True)

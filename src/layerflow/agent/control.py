@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -28,7 +29,16 @@ from layerflow.agent.values import MISS, Follow, Handoff, Hit
 from layerflow.errors import DeadlineExceeded, LayerflowError, RemoteError, SessionError, SessionUnknown
 from layerflow.keys import Chain
 from layerflow.spec import ModelSpec
-from layerflow.wire.messages import EndHandoff, Purge, ReleaseHandoff, Reset, Status, StatusRequest
+from layerflow.wire.messages import (
+    EndHandoff,
+    Purge,
+    RecordRequest,
+    ReleaseHandoff,
+    Reset,
+    Status,
+    StatusRequest,
+    TraceRequest,
+)
 
 DEFAULT_LOOKUP_TIMEOUT_S = 0.2
 DEFAULT_TIMEOUT_S = 2.0
@@ -36,6 +46,10 @@ PURGE_TIMEOUT_S = 15.0
 """Longer than the server waits for the pool behind its arena."""
 AWAY_S = 0.5
 """After a lookup without an answer, lookups miss at once for so long instead of waiting again."""
+
+
+JsonQuestion = StatusRequest | Purge | Reset | RecordRequest | TraceRequest
+"""Questions that are answered by JSON."""
 
 
 class Control:
@@ -258,12 +272,38 @@ class Control:
         """
         return self._ask_json(Reset(next(self._client.numbers)), timeout_s)
 
+    def record(self, path: Path, seconds: float, max_bytes: int, timeout_s: float = PURGE_TIMEOUT_S) -> dict[str, Any]:
+        """Have the server record what happens in it, in a file of its machine.
+
+        :param path: absolute. :param seconds: the recording ends by itself after so long.
+        :param max_bytes: size of the file; what is oldest in it is overwritten then.
+        :returns: what the server's status says of its recording.
+        :raises LayerflowError: the server did not answer, records already, or cannot make the file.
+        """
+        return self._ask_json(RecordRequest(next(self._client.numbers), str(path), seconds, max_bytes), timeout_s)
+
+    def end_recording(self, timeout_s: float = PURGE_TIMEOUT_S) -> dict[str, Any]:
+        """End what :meth:`record` has begun; its file is complete when this returns.
+
+        :raises LayerflowError: the server did not answer, or makes no such recording.
+        """
+        return self._ask_json(RecordRequest(next(self._client.numbers), ""), timeout_s)
+
+    def trace(self, seconds: float, engine: str = "", timeout_s: float = PURGE_TIMEOUT_S) -> dict[str, Any]:
+        """What took time in the last steps of the server's workers, as ``TraceRequest`` of the protocol is answered.
+
+        :param seconds: of steps that ended in the last so many; a worker keeps its last 64 steps.
+        :param engine: by its name; "" = of all.
+        :raises LayerflowError: the server did not answer, or has no such engine.
+        """
+        return self._ask_json(TraceRequest(next(self._client.numbers), seconds, engine), timeout_s)
+
     def close(self) -> None:
         """Hang up; leases expire by themselves."""
         with self._lock:
             self._client.close()
 
-    def _ask_json(self, message: StatusRequest | Purge | Reset, timeout_s: float) -> dict[str, Any]:
+    def _ask_json(self, message: JsonQuestion, timeout_s: float) -> dict[str, Any]:
         with self._lock:
             inquiry = Pending(until=time.monotonic() + timeout_s)
             self._ask(inquiry, message)

@@ -160,6 +160,7 @@ class Measures:
         self.measured: deque[Measured] = deque(maxlen=KEPT_STEPS)
         self._policy = advisor
         self._device = device
+        self._count = 0
         self._ended: deque[tuple[float, Step]] = deque()
         self._lock = threading.Lock()
 
@@ -171,6 +172,16 @@ class Measures:
     def pending(self) -> bool:
         """Are there steps to be worked out?"""
         return bool(self._ended)
+
+    def kept(self, after: int, since: float) -> tuple[int, list[StepTrace]]:
+        """How many steps were measured so far, and the traces that are kept of those behind the first `after`.
+
+        :param since: of steps that ended at this time or later, monotonic seconds.
+        """
+        with self._lock:
+            count, traces = self._count, list(self.traces)
+        new = traces[max(0, len(traces) - max(0, count - after)) :] if count > after else []
+        return count, [trace for trace in new if trace.spans and trace.origin + trace.duration >= since]
 
     def work_out(self, until: float | None = None) -> list[Figures]:
         """The figures, for the server, of what has ended and was not worked out yet.
@@ -187,6 +198,7 @@ class Measures:
         trace = step.finish_trace()
         load, save = figures(trace, "load"), figures(trace, "save")
         self.traces.append(trace)
+        self._count += 1
         self.measured.append(Measured(step.number, load, save))
         layer_s = layer_seconds(trace) if self._device.kind == "cpu" else step.layer_seconds_on_device()
         self._policy.observe(load, step.work, layer_s)
@@ -198,4 +210,6 @@ class Measures:
             save.bytes,
             save.transfer_ms / 1e3,
             save.exposed_ms / 1e3,
+            *(step.work or (0, 0)),
+            layer_s or 0.0,
         )

@@ -82,6 +82,7 @@ __all__ = [
     "PeersSettings",
     "PoolSettings",
     "ProxySettings",
+    "RecordSettings",
     "ReferenceRow",
     "ServerSettings",
     "Settings",
@@ -349,6 +350,24 @@ class LogSettings(Section):
     format: Literal["console", "json"] = setting("console", "For people, or one JSON object a line.")
 
 
+class RecordSettings(Section):
+    """A recording of what happens in the server. Both keys may change while it runs."""
+
+    path: OptionalPath = setting(
+        None,
+        'File to record in, for `layerflow simulate`; "" = nothing is recorded. The one before is kept as FILE.1.',
+        live=True,
+    )
+    max_bytes: Size = setting(
+        256 << 20,
+        "Size of the file; when it is full, what is oldest in it is overwritten.",
+        unit="bytes",
+        live=True,
+        ge=1 << 20,
+        le=1 << 40,
+    )
+
+
 class Settings(BaseSettings):
     """All settings. ``Settings(pool={"size": "4GiB"})`` takes only what it is given; see :meth:`load`.
 
@@ -363,6 +382,7 @@ class Settings(BaseSettings):
     proxy: ProxySettings = Field(default_factory=ProxySettings)
     pd: PdSettings = Field(default_factory=PdSettings)
     peers: PeersSettings = Field(default_factory=PeersSettings)
+    record: RecordSettings = Field(default_factory=RecordSettings)
     log: LogSettings = Field(default_factory=LogSettings)
 
     @model_validator(mode="after")

@@ -35,6 +35,22 @@ class HandoffsLike(Protocol):
     def kept_bytes(self) -> int: ...
 
 
+class RecorderLike(Protocol):
+    """A snapshot, as :class:`layerflow.server.recorder.RecorderStatistics` has it."""
+
+    @property
+    def on(self) -> bool: ...
+
+    @property
+    def events(self) -> int: ...
+
+    @property
+    def dropped(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
 class HandoffMetrics:
     """Metrics ``layerflow_handoff…`` and ``layerflow_follow…``."""
 

@@ -19,6 +19,7 @@ from layerflow.observe.collectors import (
     HandoffsLike,
     PeerMetrics,
     PeerStatistics,
+    RecorderLike,
     TierMetrics,
     TierStatistics,
 )
@@ -223,6 +224,11 @@ class Metrics:
         self._peers = PeerMetrics(registry)
         self._handoffs = HandoffMetrics(registry)
 
+        self._recording = gauge("recording_up", "1 while what happens is being recorded.")
+        self._recording_bytes = gauge("recording_bytes", "Size of the file that is being written.")
+        self._recorded = counter("recorded_events", "Records written to recordings.")
+        self._unrecorded = counter("unrecorded_events", "Events that recordings lack: their writer was behind.")
+
         self._protocol_errors = counter("protocol_errors", "Messages refused.", "code")
         self._housekeeping_failures = counter(
             "housekeeping_failures", "Rounds of the server's upkeep that failed; see its log."
@@ -384,6 +390,13 @@ class Metrics:
         self._unsaved.set(statistics.unsaved_bytes)
         for name, counter in self._flow_counters.items():
             self._seen.raise_to(counter, getattr(statistics, name))
+
+    def recording(self, statistics: RecorderLike) -> None:
+        """A fresh snapshot of the recording; its counts begin anew with each."""
+        self._recording.set(statistics.on)
+        self._recording_bytes.set(statistics.nbytes if statistics.on else 0)
+        self._seen.raise_to(self._recorded, statistics.events)
+        self._seen.raise_to(self._unrecorded, statistics.dropped)
 
     def handoffs(self, statistics: HandoffsLike, followed: int, following: int) -> None:
         """Hand-offs; objects that were followed since the start, and those of them that are not stored yet."""

@@ -53,6 +53,7 @@ def overview(found: Mapping[str, Any]) -> Overview:
         "pool": _pool(found.get("pool") or {}),
         "tier": _tier(found.get("tier") or {}),
         "peers": _peers(found.get("peers") or {}),
+        "recording": _recording(found.get("recording") or {}),
         "loop": _loop(found.get("figures") or {}),
         "file": _file(found.get("config") or {}),
     }
@@ -158,6 +159,17 @@ def _peers(peers: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
+def _recording(recording: Mapping[str, Any]) -> str:
+    if not recording.get("on"):
+        return ""
+    words = [str(recording.get("path", "?")), size(recording.get("bytes", 0)), f"{recording.get('events', 0):,} events"]
+    if recording.get("dropped"):
+        words.append(f"{recording['dropped']:,} dropped")
+    if recording.get("left_s") is not None:
+        words.append(f"{duration(max(0, recording['left_s']))} left")
+    return ", ".join(words)
+
+
 def _loop(figures: Mapping[str, Any]) -> str:
     beats = figures.get("loop_lag_seconds_count")
     if not beats:
@@ -189,6 +201,9 @@ def _notes(found: Mapping[str, Any], workers: list[Mapping[str, Any]]) -> Iterat
         if worker.get("silent"):
             since = duration(worker.get("heard_s_ago", 0))
             yield f"{_name_of(worker)}, tp {worker.get('tp')}, pid {worker.get('pid')}: silent for {since}"
+    recording = found.get("recording") or {}
+    if recording.get("failed"):
+        yield f"nothing is recorded any more: {recording.get('reason', '?')}"
     tier = found.get("tier") or {}
     if tier.get("reason"):
         yield f"{tier.get('backend', 'tier')} is down: {tier['reason']}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, cast
@@ -105,6 +106,52 @@ class StepTrace(msgspec.Struct):
             return msgspec.convert(data, cls)
         except msgspec.ValidationError as error:
             raise ProtocolError(f"not a step trace: {error}; write traces with StepTrace.to_dict") from error
+
+
+# Spans as bytes, for messages and recordings.
+
+_ROW = struct.Struct("<BBhIIQI")
+"""Place of the lane in :data:`LANES`, 1 if emulated, layer, start and length in microseconds, bytes, blocks."""
+
+MOST_SPANS = 4096
+"""Of one step, packed; what began later is left out."""
+
+
+def pack_spans(trace: StepTrace) -> bytes:
+    """A step's spans by start, 24 bytes each, little-endian; times from :attr:`StepTrace.origin`."""
+    spans = sorted(trace.spans, key=lambda span: span.start)[:MOST_SPANS]
+    origin = spans[0].start if spans else 0.0
+    return b"".join(
+        _ROW.pack(
+            LANES.index(span.lane),
+            span.emulated,
+            span.layer,
+            min(_MOST_US, round((span.start - origin) * 1e6)),
+            min(_MOST_US, round(span.seconds * 1e6)),
+            span.nbytes,
+            min(_MOST_US, span.blocks),
+        )
+        for span in spans
+    )
+
+
+def unpack_spans(packed: bytes, origin: float) -> list[Span]:
+    """The inverse of :func:`pack_spans`, to the microsecond.
+
+    :raises ProtocolError: these are no packed spans.
+    """
+    if len(packed) % _ROW.size:
+        raise ProtocolError(f"{len(packed)} bytes are no whole number of spans of {_ROW.size} bytes")
+    spans = []
+    for lane, emulated, layer, start_us, length_us, nbytes, blocks in _ROW.iter_unpack(packed):
+        if lane >= len(LANES):
+            raise ProtocolError(f"a span on lane {lane}; there are {len(LANES)}")
+        start = origin + start_us / 1e6
+        spans.append(Span(LANES[lane], layer, start, start + length_us / 1e6, nbytes, blocks, bool(emulated)))
+    return spans
+
+
+_MOST_US = 2**32 - 1
 
 
 class StepFigures(NamedTuple):

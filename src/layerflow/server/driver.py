@@ -56,6 +56,7 @@ from layerflow.wire.messages import (
 
 if TYPE_CHECKING:
     from layerflow.server.handoffs.registry import Handoffs
+    from layerflow.server.recorder import Recorder
     from layerflow.server.sources import ObjectSources
 
 
@@ -65,8 +66,8 @@ class Driver:
     :param send: queue a message for a session.
     :param step_done: told of each finished step (session, loaded bytes, saved bytes).
 
-    `sources`: of objects that are not in the pool; None = there are none. `unclaimed`: objects that a worker did not
-    store in its turn: any equal one may.
+    `sources`: of objects that are not in the pool; None = there are none. `recorder`: may be recording; None = never.
+    `unclaimed`: objects that a worker did not store in its turn: any equal one may.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Driver:
         self.incoming = IncomingObjects(pool, self.emit)
         self.follows = IncomingSaves(self.incoming, self._part_of)
         self.handoffs: Handoffs | None = None
+        self.recorder: Recorder | None = None
         self._pool = pool
         self._metrics = metrics
         self._send = send
@@ -131,7 +133,7 @@ class Driver:
                 event = self._later.popleft()
                 try:
                     most = sys.maxsize if isinstance(event, _REFILLS) else FIRST_BATCHES
-                    commands = self.flow.handle(event, time.monotonic(), most)
+                    commands = self._tell(event, most)
                 except InvalidTransition as error:
                     refused = refused or error
                     continue
@@ -140,13 +142,20 @@ class Driver:
                 if self.flow.paused:
                     self._flush()
                     os.sched_yield()  # the thread that sends may be waiting for this core
-                    for command in self.flow.handle(Tick(), time.monotonic()):
+                    for command in self._tell(Tick(), sys.maxsize):
                         self._obey(command)
         finally:
             self._handling = False
             self._flush()
         if refused is not None:
             raise refused
+
+    def _tell(self, event: Event, most: int) -> list[Command]:
+        now = time.monotonic()
+        commands = self.flow.handle(event, now, most)
+        if self.recorder is not None and (recording := self.recorder.current) is not None:
+            recording.core(now, event, commands)
+        return commands
 
     def expected(self, step: tuple[int, int], now: float) -> float | None:
         """In how many seconds a step will have stored all that it saves, by its pace so far; None = not known."""

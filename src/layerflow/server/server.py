@@ -7,7 +7,7 @@ import functools
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +26,7 @@ from layerflow.observe.slow_steps import SlowSteps
 from layerflow.pool.arena import Arena, Warmer
 from layerflow.pool.covering import CoveringPool
 from layerflow.presence import PresenceWriter
+from layerflow.recording.notes import Note
 from layerflow.server import terms
 from layerflow.server.account import Accounts, Allowance
 from layerflow.server.clients import LOCAL, REMOTE, Address, AnySession, Clients, ClientSession, Sessions
@@ -35,6 +36,8 @@ from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handoffs.registry import Handoffs
 from layerflow.server.mailboxes import Mailboxes
 from layerflow.server.plans import PinnedHits
+from layerflow.server.recorder import Recorder, server_sample, session_note, settings_in_force
+from layerflow.server.spans import SpanQuestions
 from layerflow.server.status import status_of
 from layerflow.server.terms import limits_of, terms_of
 from layerflow.server.transport.door import Door
@@ -126,6 +129,7 @@ async def housekeep(
             server.handoffs.expire(expired)
             server.driver.follows.expire(now)
             server.sessions.accounts.return_memory()
+            _record(server, now, lag)
             # A server that was stopped for a while has not listened: it judges nobody by that time.
             limit = server.settings().liveness_ms / 1e3 + lag
             if server.peers is not None:
@@ -138,6 +142,15 @@ async def housekeep(
             # What is not done in this round is done in the next one, 0.25 s later.
             server.metrics.housekeeping_failed()
             log.exception("housekeeping_failed")
+
+
+def _record(server: ServerContext, now: float, lag: float) -> None:
+    """What a recording wants to know now and then."""
+    recorder = server.recorder
+    recorder.check(now)
+    recorder.ask_workers(session for session in server.sessions if session.memory and not session.silent)
+    if recorder.sample_due(now) and recorder.current is not None:
+        recorder.current.note(server_sample(server.pool.statistics(), server.driver.flow.statistics(), now, lag))
 
 
 class Server:
@@ -210,7 +223,11 @@ class Server:
 
             source = self.peers.source if self.peers is not None else None
             sources = self.driver.sources = ObjectSources(settings.pool, self.tier, source)
+        questions = SpanQuestions(self._send)
+        self.recorder = self.driver.recorder = Recorder(self._standing, questions)
         self._server_context = ServerContext(
+            recorder=self.recorder,
+            span_questions=questions,
             pool=self.pool,
             driver=self.driver,
             sessions=self.sessions,
@@ -273,6 +290,7 @@ class Server:
             for each in (self.tier, self.peers):
                 if each is not None:
                     each.start()
+            self.recorder.follow(self.settings.record)
             lease_s = self.settings.pool.lease_ms / 1e3
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(
@@ -323,7 +341,18 @@ class Server:
                     self._send(session, self._terms())
             self.driver.handle(LimitsChanged(self._limits(settings)))
             self.metrics.limits(self._limits(settings))
+            if self.recorder.current is not None:
+                self.recorder.current.note(settings_in_force(settings, time.monotonic()))
+            self.recorder.follow(settings.record)
             self._log.info("settings_applied", changes=changes)
+
+    def _standing(self, at: float) -> Iterator[Note]:
+        """What a recording begins with."""
+        yield settings_in_force(self.settings, at)
+        yield at, LimitsChanged(self._limits(self.settings)), ()
+        for session in self.sessions:
+            if (note := session_note(session, at)) is not None:
+                yield note
 
     def file_changed(self, state: FileState) -> None:
         """Show this state of the watched configuration file in status and metrics."""
@@ -371,6 +400,7 @@ class Server:
         self.metrics.pool(self.pool.statistics())
         self.metrics.flow(self.driver.flow.statistics())
         follows = self.driver.follows
+        self.metrics.recording(self.recorder.statistics())
         self.metrics.handoffs(self.handoffs.statistics(), follows.objects, follows.coming_objects)
         if self.tier is not None:
             self.metrics.tier(self.tier.statistics())
@@ -426,6 +456,7 @@ class Server:
         return Router(self._context, functools.partial(self._hear, name), self.settings.server.max_message_bytes)
 
     def _close(self) -> None:
+        self.recorder.close()
         self.driver.close()
         for door in self._doors.values():
             door.close()

@@ -70,6 +70,7 @@ def status_of(
             "objects": server.driver.follows.objects,
             "to_store": server.driver.follows.coming_objects,
         },
+        "recording": server.recorder.status(),
         "flow": dataclasses.asdict(server.driver.flow.statistics()),
         "figures": server.metrics.summary(),
     }

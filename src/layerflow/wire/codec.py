@@ -28,6 +28,7 @@ _GROWN = (
     messages.OpenStep,
     messages.OpenHandoff,
     messages.Report,
+    messages.Spans,
     messages.PeerLookup,
     messages.PeerOpenHandoff,
 )

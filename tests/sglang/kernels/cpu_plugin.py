@@ -1,8 +1,8 @@
 """What SGLang itself has no CPU branch for, set by its plug-in entry point (``sglang.srt.plugins``) in each process.
 
 HiCache, a contender in the tests, pins host memory and copies with kernels, and Mooncake's backend pins indices; all
-are plain here. Where the variable ``LAYERS_LOG`` names a file, each layer's number is written there when it has
-computed its attention, with the time.
+are plain here, and with the variable ``PIN_NOTHING`` so are the tables of LoRA's torch backend. Where ``LAYERS_LOG``
+names a file, each layer's number is written there when it has computed its attention, with the time.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ def register() -> None:
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         computed = functools.partial(_computed, log)
         HookRegistry.register("sglang.srt.layers.radix_attention.RadixAttention.forward", computed, HookType.AFTER)
+    if os.environ.get("PIN_NOTHING"):
+        _pin_nothing()
     mha.transfer_kv_direct = transfer_kv_direct
     mha.transfer_kv_per_layer_direct_pf_lf = transfer_kv_per_layer_direct_pf_lf
     mha.transfer_kv_all_layer_direct_lf_pf = transfer_kv_all_layer_direct_lf_pf
@@ -37,6 +40,21 @@ def register() -> None:
 
 def _unpinned(self: Any, **geometry: Any) -> tuple[tuple[Any], dict[str, Any]]:
     return (self,), {**geometry, "pin_memory": False}
+
+
+def _pin_nothing() -> None:
+    """Without an accelerator torch refuses to pin memory; LoRA's torch backend asks for it without a look."""
+    for name in ("tensor", "zeros", "arange"):
+        setattr(torch, name, _unpinned_tensor(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[assignment,method-assign]
+
+
+def _unpinned_tensor(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(make)
+    def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return make(*args, **kwargs)
+
+    return made
 
 
 def _unpinned_indices(kind: Any, *args: Any, **kwargs: Any) -> None:

@@ -16,6 +16,8 @@ from layerflow.server.driver import Driver
 from layerflow.server.handoffs.registry import Handoffs
 from layerflow.server.mailboxes import Mailboxes
 from layerflow.server.plans import PinnedHits
+from layerflow.server.recorder import Recorder
+from layerflow.server.spans import SpanQuestions
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import Message
 
@@ -32,6 +34,8 @@ class ServerContext:
     :param handoffs: what is kept for decode engines.
     :param pd: the settings of prefill and decode apart.
     :param lease_s: how long leases usually last.
+    :param recorder: takes notes of what happens, while a recording is wanted.
+    :param span_questions: what workers are asked of their last steps.
     :param sources: where objects come from that are not in the pool; None = nowhere.
     :param peers: servers that read here, and that are read from; None = there are none.
     :param direct: engine workers may move bytes past the arena.
@@ -55,6 +59,8 @@ class ServerContext:
     pd: Callable[[], PdSettings]
     lease_s: Callable[[], float]
     mailboxes: Mailboxes
+    recorder: Recorder
+    span_questions: SpanQuestions
     log_limit: LogRateLimiter = field(default_factory=LogRateLimiter)
     sources: ObjectSources | None = None
     peers: Peers | None = None

@@ -11,6 +11,7 @@ import msgspec
 from layerflow.hits import HitLength, search_hit
 from layerflow.places import is_placed, unpack_places
 from layerflow.pool.base import Owner
+from layerflow.recording.notes import LookupNote
 from layerflow.server.account import Refused
 from layerflow.server.clients import ClientSession
 from layerflow.server.handlers.context import ServerContext
@@ -240,7 +241,7 @@ class LookupHandler:
             before = pool.departures
             hit = await in_slices(search())
             until = time.monotonic() + message.lease_ms / 1e3
-            places = await self._lease(session, asked, hit, owner, until)
+            places, leased = await self._lease(session, asked, hit, owner, until)
             # With a store behind the arena, the step that loads the hit brings back what leaves the arena now.
             if self._context.sources is not None or pool.departures == before:
                 break
@@ -250,20 +251,27 @@ class LookupHandler:
         plan = self._plan(session, message, owner) if places else 0
         if not plan:
             pool.transfer_pins(owner, lease_owner(session.engine, message.request), until)
-        self._found(session, message, hit, received_at, plan=plan, places=places, following=following, reason=reason)
+        tokens = self._found(
+            session, message, hit, received_at, plan=plan, places=places, following=following, reason=reason
+        )
+        recording = self._context.recorder.current
+        if recording is not None:
+            now = time.monotonic()
+            recording.note(LookupNote(received_at, now, session.number, message, tokens, leased, following))
 
     async def _lease(
         self, session: ClientSession, asked: LookupRequest, hit: HitLength, owner: Owner, until: float
-    ) -> bytes:
+    ) -> tuple[bytes, bytes]:
         """Pin what is here of a hit.
 
         :param owner: has the pins, until `until` (monotonic seconds).
-        :returns: the places of its objects; empty where a load would need others too.
+        :returns: the places of its objects; empty where a load would need others too. And those of all that were to be
+            pinned, whether or not they are here.
         """
         assert session.spec is not None
         spec = session.spec if hit.drafts else session.spec.own
         if not (hit.tokens or hit.tails):
-            return b""
+            return b"", b""
         pool, sources, message = self._context.pool, self._context.sources, asked.message
         session.hit_leases[message.request] = until
         coming = lease_owner(session.engine, message.request)
@@ -273,14 +281,15 @@ class LookupHandler:
             if sources is not None:
                 self._context.driver.incoming.lease(keys, coming, until)
             await next_turn()
+        told = b"".join(packed)
         # A plan's columns are the shards of the whole spec.
         if len(spec.shard.peers()) != len(session.spec.shard.peers()):
-            return b""
-        places = unpack_places(told := b"".join(packed), spec)
+            return b"", told
+        places = unpack_places(told, spec)
         assert places is not None
         first = len(places) - len(hit.tails)
         ends = ((tokens, first + tail if tail >= 0 else -1) for tokens, tail in hit.ends(spec, message.tokens))
-        return told if any(is_placed(spec, places, tokens, row) for tokens, row in ends) else b""
+        return told if any(is_placed(spec, places, tokens, row) for tokens, row in ends) else b"", told
 
     def _plan(self, session: ClientSession, message: wire.Lookup, owner: Owner) -> int:
         """Make what `owner` pins a plan's: its number; 0: no worker could use one."""
@@ -307,7 +316,8 @@ class LookupHandler:
         places: bytes,
         following: bool,
         reason: str,
-    ) -> None:
+    ) -> int:
+        """Answer, and count. The tokens that can be loaded for certain."""
         context = self._context
         told = msgspec.structs.replace(_found(message.id, hit), following=following, reason=reason)
         if plan:
@@ -318,6 +328,7 @@ class LookupHandler:
         self._context.metrics.lookup(session.labels, tokens, message.tokens - tokens, time.monotonic() - received_at)
         session.figures.lookup_tokens += message.tokens
         session.figures.hit_tokens += tokens
+        return tokens
 
 
 def _found(number: int, hit: HitLength) -> wire.Found:

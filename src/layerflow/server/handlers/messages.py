@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from layerflow.flow.events import (
     SessionLost,
     SessionOpened,
 )
+from layerflow.recording.format import LookupsMissed, SessionGone
 from layerflow.server.account import Refused
 from layerflow.server.clients import AnySession, ClientSession, Reader
 from layerflow.server.handlers.context import ServerContext
@@ -25,6 +27,8 @@ from layerflow.server.handlers.handoffs import end_handoff, keep_part, open_hand
 from layerflow.server.handlers.lookups import LookupHandler
 from layerflow.server.handlers.steps import open_step, report, tell
 from layerflow.server.plans import is_lease_of, lease_owner
+from layerflow.server.recorder import session_note
+from layerflow.server.spans import trace_workers
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import ToServer
 from layerflow.wire.rights import NotAllowed
@@ -99,6 +103,9 @@ class Handlers:
         log = self._log.info if session.spec is not None or session.entered else self._log.debug
         log("session_lost", session=session.number, engine=session.name, pid=session.pid, why=why)
         context.plans.gone(session, time.monotonic() + context.lease_s())
+        context.span_questions.lose(session.number)
+        if context.recorder.current is not None and session.spec is not None:
+            context.recorder.current.note(SessionGone(time.monotonic(), session.number))
         if session.memory:
             context.handoffs.lose_engine(session.engine, "a worker of its engine is gone")
             context.driver.handle(SessionLost(session.number))
@@ -179,8 +186,20 @@ class Handlers:
                     raise ProtocolError(f"{message.requests} lookups of {message.tokens} tokens cannot have missed")
                 context.metrics.lookups_missed(session.labels, message.requests, message.tokens)
                 session.figures.lookup_tokens += message.tokens
+                if context.recorder.current is not None:
+                    missed = LookupsMissed(time.monotonic(), session.number, message.requests, message.tokens)
+                    context.recorder.current.note(missed)
             case wire.StatusRequest():
                 context.send(session, wire.Status(message.id, msgspec.json.encode(context.status())))
+            case wire.RecordRequest():
+                self._later(session, message.id, lambda: context.recorder.asked(message))
+            case wire.TraceRequest():
+                workers = self._workers_named(message.engine)
+                asked = functools.partial(trace_workers, context.span_questions, workers, message.seconds)
+                self._later(session, message.id, asked)
+            case wire.Spans():
+                self._worker(session, "Spans")
+                context.span_questions.answered(session, message)
             case wire.Purge():
                 self._later(session, message.id, lambda: purge(context, session, tier=message.tier))
             case wire.Reset():
@@ -201,6 +220,15 @@ class Handlers:
                 raise Refused("twice", f"session {session.number} has already said hello")
             case _:
                 raise ProtocolError(f"{type(message).__name__} is for servers that read here; say PeerHello first")
+
+    def _workers_named(self, engine: str) -> list[ClientSession]:
+        """:raises Refused: no such worker is attached."""
+        workers = [each for each in self._context.sessions if each.memory and engine in ("", each.name, each.engine)]
+        if not workers:
+            names = sorted({each.name for each in self._context.sessions if each.memory})
+            there = f"there are {', '.join(names)}" if names else "no engine worker is attached"
+            raise Refused("no_engine", f"no worker of engine {engine!r}: {there}" if engine and names else there)
+        return workers
 
     def _drop_lease(self, session: ClientSession, message: wire.DropLease) -> None:
         context, engine = self._context, session.engine
@@ -230,13 +258,15 @@ class Handlers:
             try:
                 told = await work()
             except LayerflowError as error:
-                self._log.exception("message_failed", session=session.number, kind="Purge")
-                self._context.send(session, wire.Problem(number, "internal", str(error)))
+                code = error.code if isinstance(error, (NotAllowed, Refused)) else "invalid"
+                self._context.metrics.protocol_error(code)
+                self._log.warning("message_refused", session=session.number, code=code, error=str(error))
+                self._context.send(session, wire.Problem(number, code, str(error)))
                 return
             if self._context.sessions.get(session.number) is session:
                 self._context.send(session, wire.Status(number, msgspec.json.encode(told)))
 
-        charge = session.account.charge("a purge")
+        charge = session.account.charge("an answer that takes long")
         task = asyncio.get_running_loop().create_task(answer())
         self._answering.add(task)
 
@@ -293,5 +323,8 @@ class Handlers:
         )
         attached = wire.Attached(context.arena_bytes if message.memory else 0, context.terms(), context.incarnation)
         context.send(session, attached)
+        recording, note = context.recorder.current, session_note(session, time.monotonic())
+        if recording is not None and note is not None:
+            recording.note(note)
         if message.memory:
             self._workers_changed()

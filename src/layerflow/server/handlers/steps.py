@@ -21,6 +21,8 @@ from layerflow.flow.events import (
     LoadsMoved,
     StepClosed,
 )
+from layerflow.recording.format import StepMeasured
+from layerflow.recording.notes import StepNote
 from layerflow.server.account import Refused
 from layerflow.server.clients import ClientSession
 from layerflow.server.handlers.context import ServerContext
@@ -77,6 +79,8 @@ async def open_step(context: ServerContext, session: ClientSession, message: wir
         context.pool.drop_owner(step_owner(session.number, message.step))
         raise
     context.driver.open(key, opening.book)
+    if context.recorder.current is not None:
+        context.recorder.current.note(StepNote(time.monotonic(), session.number, message))
     session.open_steps[message.step] = checked.nbytes
     # The plan goes first: batches that follow are numbered by it.
     context.send(session, opening.plan)
@@ -144,6 +148,9 @@ async def report(context: ServerContext, session: ClientSession, message: wire.R
             session.figures.load_seconds += figures.load_transfer_s
             session.figures.exposed_load_seconds += figures.load_exposed_s
         context.slow_steps.see(session, figures)
+        if context.recorder.current is not None:
+            measured = StepMeasured(time.monotonic(), session.number, *msgspec.structs.astuple(figures))
+            context.recorder.current.note(measured)
 
 
 async def tell(context: ServerContext, events: Iterator[Event]) -> None:

@@ -253,6 +253,18 @@ class Problem(Message, frozen=True, tag=199):
     message: str
 
 
+class SpansWanted(Message, frozen=True, tag=110):
+    """Tell what took time in the last steps. Answered by Spans; a worker keeps 64 steps.
+
+    :param after: of the steps that the worker has measured, those behind the first so many.
+    :param since: those that ended at this time or later.
+    """
+
+    id: int
+    after: int
+    since: float
+
+
 ToClient = (
     Welcome
     | Attached
@@ -264,6 +276,7 @@ ToClient = (
     | Beat
     | Status
     | HandoffState
+    | SpansWanted
     | Problem
     | PeerWelcome
     | PeerFound

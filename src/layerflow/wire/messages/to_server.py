@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import msgspec
+
 from layerflow.spec import ModelSpec
 from layerflow.wire.messages.base import Beat, Few, Many, Message, Name, Reason, Servers
 from layerflow.wire.messages.peers import (
@@ -165,7 +167,12 @@ class Closed(Message, frozen=True):
 
 
 class Figures(Message, frozen=True):
-    """What a finished step measured. Times in seconds; see the step trace for the formulas."""
+    """What a finished step measured. Times in seconds; see the step trace for the formulas.
+
+    :param new_tokens: that the step computed, where its saves tell; 0 = not known.
+    :param context_tokens: before them: so many as make one request's attention cost the same.
+    :param layer_s: compute time of one layer; 0 = not known.
+    """
 
     step: int
     load_bytes: int
@@ -174,6 +181,9 @@ class Figures(Message, frozen=True):
     save_bytes: int
     save_transfer_s: float
     save_exposed_s: float
+    new_tokens: int = 0
+    context_tokens: int = 0
+    layer_s: float = 0.0
 
 
 class LostBlocks(Message, frozen=True):
@@ -318,6 +328,57 @@ class WatchHandoff(Message, frozen=True, tag=17):
     deadline_ms: int
 
 
+class RecordRequest(Message, frozen=True, tag=18):
+    """Record what happens in the server. Answered by Status: what ``recording`` of the server's status says.
+
+    :param path: absolute, on the server's machine; empty = end the recording that such a request has begun.
+    :param seconds: the recording ends by itself after so long. :param max_bytes: size of the file.
+    """
+
+    id: int
+    path: Annotated[str, msgspec.Meta(max_length=4096)]
+    seconds: float = 0.0
+    max_bytes: int = 0
+
+
+class TraceRequest(Message, frozen=True, tag=19):
+    """What took time in the steps of engine workers. Answered by Status with ``{"steps": [...]}``, oldest first, each
+    with its session, step, engine, origin in monotonic seconds, and spans in base64 as of :class:`Spans`.
+
+    :param seconds: of steps that ended in the last so many. :param engine: by its name; empty = of all.
+    """
+
+    id: int
+    seconds: float
+    engine: Name = ""
+
+
+class StepSpans(Message, frozen=True):
+    """What took time in a step.
+
+    :param origin: when the first of its spans begins.
+    :param spans: 24 bytes each: lane (u8), emulated (u8), layer (i16), start and length in microseconds (u32 each),
+        bytes (u64), blocks (u32).
+    """
+
+    step: int
+    origin: float
+    spans: Annotated[bytes, msgspec.Meta(max_length=1 << 18)]
+
+
+class Spans(Message, frozen=True, tag=28):
+    """A worker's answer to SpansWanted, the last of several or one of the others.
+
+    :param id: of the question. :param upto: the steps that this worker has measured so far.
+    :param more: another part of the answer follows.
+    """
+
+    id: int
+    upto: int
+    steps: Annotated[list[StepSpans], Few]
+    more: bool = False
+
+
 ToServer = (
     Hello
     | Attach
@@ -336,6 +397,9 @@ ToServer = (
     | EndHandoff
     | ReleaseHandoff
     | WatchHandoff
+    | RecordRequest
+    | TraceRequest
+    | Spans
     | PeerHello
     | PeerLookup
     | PeerRelease
