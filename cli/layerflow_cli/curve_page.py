@@ -20,14 +20,14 @@ _PAGE = """<!doctype html><meta charset="utf-8"><title>{title}</title>
 """
 
 
-def write_page(path: Path, name: str, points: Sequence[CurvePoint], knee: CurvePoint) -> None:
+def write_page(path: Path, name: str, points: Sequence[CurvePoint], knee: CurvePoint | None) -> None:
     """Write the page.
 
     :raises ConfigError: the file cannot be written.
     """
-    told = (
-        f"pool.size {format_size(knee.arena_bytes)} hits {knee.hit_rate:.1%} of all prompt tokens (the knee, in red)."
-    )
+    told = "No size is recommended: the recording's own hits are not predicted."
+    if knee is not None:
+        told = f"pool.size {format_size(knee.arena_bytes)} hits {knee.hit_rate:.1%} of all prompt tokens (in red)."
     page = _PAGE.format(
         title=html.escape(f"Hit tokens by pool.size: {name}"),
         told=html.escape(told),
@@ -41,7 +41,7 @@ def write_page(path: Path, name: str, points: Sequence[CurvePoint], knee: CurveP
         raise ConfigError(f"--html {path}: cannot be written: {error.strerror}") from None
 
 
-def _drawn(points: Sequence[CurvePoint], knee: CurvePoint) -> list[str]:
+def _drawn(points: Sequence[CurvePoint], knee: CurvePoint | None) -> list[str]:
     top = max(0.1, -(-max(point.hit_rate for point in points) // 0.1) * 0.1)
     wide, high = _WIDTH - _LEFT - 20, _HEIGHT - _BOTTOM - 20
     places = [

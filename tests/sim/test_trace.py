@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from layerflow.sim.trace import TraceError, parse_trace, read_trace
+from layerflow.errors import ConfigError
+from layerflow.sim.trace import parse_trace, read_trace
 
 LINE = {"timestamp": 5000, "input_length": 1100, "output_length": 3, "hash_ids": [4, 5, 6]}
 
@@ -51,16 +52,16 @@ def test_compressed_or_not(tmp_path: Path):
 )  # fmt: skip
 def test_a_line_that_is_no_request_is_named(line: str | dict[str, Any]):
     text = line if isinstance(line, str) else json.dumps(LINE | line if line else {})
-    with pytest.raises(TraceError, match=r"t, line 2: .*no request"):
+    with pytest.raises(ConfigError, match=r"t, line 2: .*no request"):
         parse_trace([json.dumps(LINE), text], name="t")
 
 
 def test_nothing_to_read(tmp_path: Path):
-    with pytest.raises(TraceError, match="no request in it"):
+    with pytest.raises(ConfigError, match="no request in it"):
         parse_trace(["", " "], name="t")
-    with pytest.raises(TraceError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         read_trace(tmp_path / "none.jsonl")
     cut = tmp_path / "cut.jsonl.gz"
     cut.write_bytes(gzip.compress(json.dumps(LINE).encode() * 1000)[:60])
-    with pytest.raises(TraceError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         read_trace(cut)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -16,9 +16,10 @@ from layerflow_cli.options import ConfigFile, JsonFile, SettingItems, overrides
 if TYPE_CHECKING:
     from layerflow.config.settings import Settings
     from layerflow.sim.curve import CurvePoint
+    from layerflow.sim.recorded import RecordedPrompts
     from layerflow.sim.simulation import Figures, Machine
     from layerflow.sim.trace import RequestTrace
-    from layerflow.sizing import Capacity
+    from layerflow.spec import ModelSpec
 
 UNTRUSTED = (
     "No line of trust: this trace tells when requests came, and nothing of what they took. What follows compares "
@@ -26,13 +27,19 @@ UNTRUSTED = (
 )
 
 CURVE_SIZES = 12
-"""Points of a curve, each twice the one before; the last one is the arena's size, or what --ram says."""
+"""Points of a curve, each twice the one before. The last is pool.size, or what --ram says; of a recording four
+times its own."""
+
+TRUSTED = 0.02
+"""A recording whose own hits are predicted within this share of its prompt tokens is believed at other sizes."""
 
 _BAR = 34
 
 
 def simulate(
-    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="JSON lines as Mooncake's traces, also .gz.")],
+    trace: Annotated[
+        Path, typer.Argument(metavar="TRACE", help="JSON lines as Mooncake's traces, also .gz; or a recording.")
+    ],
     model: Annotated[
         Path | None,
         typer.Option("--model", metavar="DIR", help="The model's folder with its config.json, or that file."),
@@ -97,14 +104,14 @@ def simulate(
     Examples:
       layerflow simulate trace.jsonl --model /models/Qwen3-8B --engines 8 --ram 512GiB --link 25GB/s --layer-us 0.8
       layerflow simulate trace.jsonl --model /models/Qwen3-8B --curve pool.size --ram 2TiB
+      layerflow simulate monday.lfr --curve pool.size
     """
     from layerflow.config.settings import Settings  # noqa: PLC0415 - `--help` stays quick
+    from layerflow.sim.recorded import is_recording, read_prompts  # noqa: PLC0415
     from layerflow.sim.simulation import EVICTIONS  # noqa: PLC0415
     from layerflow.sim.trace import read_trace  # noqa: PLC0415
     from layerflow.sizing import capacity_of, read_config, shape_of  # noqa: PLC0415
 
-    if model is None:
-        raise ConfigError("which model? Give its folder with --model: how much a token takes follows from it")
     if curve not in (None, "pool.size"):
         raise ConfigError(f"--curve {curve}: pool.size is the key that a curve is drawn for")
     if eviction not in EVICTIONS:
@@ -112,12 +119,24 @@ def simulate(
     if curve is None and (sample > 1 or html is not None):
         raise ConfigError("--sample and --html belong to --curve pool.size")
     configured = Settings.load(file, overrides(settings or (), {"pool.size": ram}))
+    output = CurveOutput(eviction, sample, html, json_file)
+    if is_recording(trace):
+        if curve is None:
+            raise ConfigError(
+                f"{trace}: is a recording, of which hits can be simulated: add --curve pool.size; times are not yet"
+            )
+        prompts = read_prompts(trace)
+        largest = configured.pool.size if ram is not None or file is not None else 4 * prompts.arena_bytes
+        _curve(prompts.trace, prompts.spec, largest, output, prompts)
+        return
+    if model is None:
+        raise ConfigError("which model? Give its folder with --model: how much a token takes follows from it")
     requests = _of_speed(read_trace(trace), first, speed)
     capacity = capacity_of(
         shape_of(read_config(model), kv_dtype), tp=tp, block_tokens=16, chunk_tokens=requests.block_tokens
     )
     if curve is not None:
-        _curve(requests, capacity, configured, eviction, sample, html=html, json_file=json_file)
+        _curve(requests, capacity.stages[0], configured.pool.size, output)
         return
     compute, moves = layer_cost(capacity, flops, active_params, layer_us), link_cost(link, link_latency_us)
     if compute is None or moves is None:
@@ -187,33 +206,37 @@ def _result(figures: Figures, trace: RequestTrace) -> dict[str, Any]:
     }
 
 
+class CurveOutput(NamedTuple):
+    """How a curve is made, and where it goes."""
+
+    eviction: str
+    sample: int
+    html: Path | None
+    json_file: Path | None
+
+
 def _curve(
-    trace: RequestTrace,
-    capacity: Capacity,
-    settings: Settings,
-    eviction: str,
-    sample: int,
-    *,
-    html: Path | None,
-    json_file: Path | None,
+    trace: RequestTrace, spec: ModelSpec, largest: int, output: CurveOutput, recorded: RecordedPrompts | None = None
 ) -> None:
     from layerflow.sim.curve import hit_curve, knee  # noqa: PLC0415
     from layerflow.sim.simulation import EVICTIONS  # noqa: PLC0415
     from layerflow_cli.output import progress, write_json  # noqa: PLC0415
 
-    sizes = [settings.pool.size >> power for power in reversed(range(CURVE_SIZES))]
+    sizes = [largest >> power for power in reversed(range(CURVE_SIZES))]
+    own = [recorded.arena_bytes] if recorded is not None else []
     points: list[CurvePoint] = []
-    with progress(len(sizes)) as advance:
-        found = hit_curve(trace, capacity.stages[0], sizes, eviction=EVICTIONS[eviction], sample=sample)
-        for size in sizes:
+    with progress(len(sizes) + len(own)) as advance:
+        found = hit_curve(trace, spec, [*own, *sizes], eviction=EVICTIONS[output.eviction], sample=output.sample)
+        for size in [*own, *sizes]:
             advance(f"pool.size {_size(size)}")
             points.append(next(found))
-    best = knee(points)
-    if html is not None:
+    trust = _trust(points.pop(0), recorded) if recorded is not None else None
+    best = knee(points) if trust is None or trust["trusted"] else None
+    if output.html is not None:
         from layerflow_cli.curve_page import write_page  # noqa: PLC0415
 
-        write_page(html, trace.name, points, best)
-    if json_file is not None:
+        write_page(output.html, trace.name, points, best)
+    if output.json_file is not None:
         rows = [
             {
                 "pool_size_bytes": point.arena_bytes,
@@ -223,25 +246,49 @@ def _curve(
             }
             for point in points
         ]
-        write_json(json_file, {"eviction": eviction, "sample": sample, "knee_bytes": best.arena_bytes, "points": rows})
+        told = {"trust": trust, "eviction": output.eviction, "sample": output.sample, "points": rows}
+        write_json(output.json_file, told | {"knee_bytes": best.arena_bytes if best is not None else None})
         return
-    for line in _plot(trace, points, best, eviction, sample):
+    for line in _plot(trace, points, best, output, trust):
         typer.echo(line)
 
 
+def _trust(own: CurvePoint, recorded: RecordedPrompts) -> dict[str, Any]:
+    """What the recording's own size would have hit, beside what it hit."""
+    measured = recorded.hit_tokens / own.tokens if own.tokens else 0.0
+    return {
+        "pool_size_bytes": own.arena_bytes,
+        "predicted_share": own.hit_rate,
+        "recorded_share": measured,
+        "trusted": abs(own.hit_rate - measured) <= TRUSTED,
+    }
+
+
 def _plot(
-    trace: RequestTrace, points: Sequence[CurvePoint], best: CurvePoint, eviction: str, sample: int
+    trace: RequestTrace,
+    points: Sequence[CurvePoint],
+    best: CurvePoint | None,
+    output: CurveOutput,
+    trust: dict[str, Any] | None,
 ) -> Iterator[str]:
-    error = f", one in {sample} chunks, standard error below" if sample > 1 else ""
-    yield f"{trace.name}: {len(trace.requests):,} requests, {trace.tokens:,} tokens; {eviction}{error}."
+    if trust is not None:
+        predicted, measured = trust["predicted_share"] * 100, trust["recorded_share"] * 100
+        yield f"Trust: at its own pool.size, {_size(trust['pool_size_bytes'])}, this recording hit"
+        yield f"{measured:.1f} % of its prompt tokens, and the simulation {predicted:.1f} %."
+    error = f", one in {output.sample} chunks, standard error below" if output.sample > 1 else ""
+    yield f"{trace.name}: {len(trace.requests):,} requests, {trace.tokens:,} tokens; {output.eviction}{error}."
     yield ""
     most = max(point.hit_rate for point in points) or 1.0
     for point in points:
         bar = "█" * round(_BAR * point.hit_rate / most)
-        told = f"{point.hit_rate * 100:5.1f} %" + (f" ±{point.error * 100:.1f}" if sample > 1 else "")
+        told = f"{point.hit_rate * 100:5.1f} %" + (f" ±{point.error * 100:.1f}" if output.sample > 1 else "")
         mark = "  <- knee" if point is best else ""
         yield f"{_size(point.arena_bytes):>10} {bar:<{_BAR}} {told}{mark}"
     yield ""
+    if best is None:
+        yield f"Both differ by more than {TRUSTED * 100:.0f} points, so no size is recommended: what hit may have come"
+        yield "from behind the arena, from before the recording began, or within a chunk."
+        return
     yield f"pool.size {_size(best.arena_bytes)} hits {best.hit_rate * 100:.1f} % of all prompt tokens; the largest"
     yield f"of these sizes {points[-1].hit_rate * 100:.1f} %. Nothing of it is timed: requests are stored as they come."
 

@@ -13,15 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from layerflow.errors import LayerflowError
+from layerflow.errors import ConfigError
 from layerflow.keys import DIGEST_BYTES
 
 BLOCK_TOKENS = 512
 """Of a block of Mooncake's traces, whose lines do not tell."""
-
-
-class TraceError(LayerflowError):
-    """A trace that cannot be simulated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +58,19 @@ def read_trace(path: Path, *, block_tokens: int = BLOCK_TOKENS) -> RequestTrace:
     """Read a file of such lines, compressed by gzip where its name ends so.
 
     :param block_tokens: where its lines do not tell ``block_size``.
-    :raises TraceError: it cannot be read, or a line is no request.
+    :raises ConfigError: it cannot be read, or a line is no request.
     """
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
             return parse_trace(lines, name=path.name, block_tokens=block_tokens)
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise TraceError(f"{path}: cannot be read: {error}") from error
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
 
 
 def parse_trace(lines: Iterable[str], *, name: str, block_tokens: int = BLOCK_TOKENS) -> RequestTrace:
     """Take requests from lines.
 
-    :raises TraceError: a line is no request, or there is none.
+    :raises ConfigError: a line is no request, or there is none.
     """
     requests: list[TracedRequest] = []
     size = block_tokens
@@ -93,9 +89,9 @@ def parse_trace(lines: Iterable[str], *, name: str, block_tokens: int = BLOCK_TO
             requests.append(_request(len(requests), record, first, size))
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             what = f"no {error.args[0]!r}" if isinstance(error, KeyError) else str(error)
-            raise TraceError(f"{name}, line {number}: {what}; it is no request of a trace") from error
+            raise ConfigError(f"{name}, line {number}: {what}; it is no request of a trace") from error
     if not requests:
-        raise TraceError(f"{name}: no request in it")
+        raise ConfigError(f"{name}: no request in it")
     requests.sort(key=lambda request: (request.at, request.number))
     return RequestTrace(name, tuple(requests), size)
 
@@ -117,6 +113,10 @@ def _request(number: int, record: dict[str, Any], first: float, size: int) -> Tr
 def _digest(number: object) -> bytes:
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 1 << 64:
         raise ValueError(f"hash id {number!r} is no number")
-    # Spread over the digest as a hash is; the id itself stays in it, so that no two are alike.
+    return numbered_digest(number)
+
+
+def numbered_digest(number: int) -> bytes:
+    """A digest for a number below 2**64, another one for each: spread as a hash is."""
     mixed = (number * 0x9E3779B97F4A7C15 + 0x1234567) % (1 << 64)
     return mixed.to_bytes(8, "little") + number.to_bytes(DIGEST_BYTES - 8, "little")

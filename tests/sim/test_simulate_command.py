@@ -1,0 +1,143 @@
+"""``layerflow simulate``: figures, a curve, and refusals in one line."""
+
+import json
+import os
+
+import pytest
+from e2e.known import KnownWorker, small_spec
+from sim.worlds import conversations
+from sizing.models import MODELS
+from typer.testing import CliRunner
+
+from layerflow.config.settings import Settings
+from layerflow.server import EmbeddedServer
+from layerflow_cli.main import app
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("LAYERFLOW_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(MODELS["Llama-3.1-8B"]))
+    return str(folder)
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    lines = []
+    for request in conversations(1, count=60).requests:
+        ids = [int.from_bytes(chunk[8:], "little") for chunk in (*request.chunks, request.tail) if chunk]
+        lines.append(
+            {
+                "timestamp": request.at * 1e3,
+                "input_length": request.tokens,
+                "output_length": request.output,
+                "hash_ids": ids,
+                "block_size": 64,
+            }
+        )
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return str(path)
+
+
+MACHINE = ["--link", "25GB/s", "--layer-us", "0.8"]
+
+
+def simulate(*arguments):
+    return CliRunner().invoke(app, ["simulate", *arguments])
+
+
+def refused(*arguments):
+    result = simulate(*arguments)
+    assert result.exit_code == 2 and result.stdout == "", result.output
+    (line,) = result.stderr.splitlines()
+    return line
+
+
+def test_says_first_how_far_it_can_be_trusted(trace, model):
+    result = simulate(trace, "--model", model, *MACHINE)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("No line of trust")
+    assert "loaded_share" in result.stdout
+    assert max(map(len, result.stdout.splitlines()[1:])) <= 80
+
+
+def test_equal_seeds_equal_figures_and_settings_count(trace, model):
+    def figures(*more):
+        result = simulate(trace, "--model", model, *MACHINE, "--engines", "2", "--json", "-", *more)
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)
+
+    first = figures()
+    assert first == figures()
+    assert first["requests"] == 60 and first["trust"] is None
+    assert 0.0 < first["loaded_share"] <= first["found_in_pool_share"]
+    small = figures("--ram", "16MiB")
+    assert small["evictions"] > first["evictions"] and small["loaded_share"] < first["loaded_share"]
+    assert figures("--set", "transfer.mode=bulk")["times"] != first["times"]
+    assert figures("--speed", "0.1")["simulated_s"] > 5 * first["simulated_s"]
+    assert figures("--first", "7")["requests"] == 7
+
+
+def test_a_curve_on_the_terminal_as_json_and_as_a_page(trace, model, tmp_path):
+    curve = [trace, "--model", model, "--curve", "pool.size", "--ram", "1GiB"]
+    result = simulate(*curve)
+    assert result.exit_code == 0, result.output
+    assert "<- knee" in result.stdout and max(map(len, result.stdout.splitlines())) <= 80
+    page = tmp_path / "curve.html"
+    told = json.loads(simulate(*curve, "--json", "-", "--html", str(page)).stdout)
+    rates = [point["hit_share"] for point in told["points"]]
+    assert len(rates) == 12 and rates[0] < rates[-1] and told["points"][-1]["pool_size_bytes"] == 1 << 30
+    assert page.read_text().count("<circle") == 12
+    assert any(
+        point["standard_error"] for point in json.loads(simulate(*curve, "--sample", "4", "--json").stdout)["points"]
+    )
+
+
+def test_a_recording_is_believed_at_other_sizes_where_its_own_hits_are_predicted(tmp_path):
+    folder, path = tmp_path / "s", tmp_path / "x.lfr"
+    folder.mkdir(mode=0o700)
+    endpoint = f"ipc://{folder}/control"
+    server = EmbeddedServer(Settings(pool={"size": "8MiB"}, transfer={"mode": "layerwise"}), endpoint)
+    try:
+        with KnownWorker(endpoint, spec=small_spec(row=2048)) as worker:
+            worker.agent._control.record(path, 600, 1 << 20)  # as a second client would
+            prompts = [worker.prompt(16 * (1 + number % 4)) for number in range(12)]
+            for turn in range(5):
+                for number, prompt in enumerate(prompts):
+                    if number % (turn + 1) == 0:
+                        worker.serve(prompt)
+            worker.agent._control.end_recording()
+    finally:
+        server.close()
+    told = json.loads(simulate(str(path), "--curve", "pool.size", "--json", "-").stdout)
+    assert told["trust"]["pool_size_bytes"] == 8 << 20 and 0.1 < told["trust"]["recorded_share"] < 1.0
+    assert told["points"][-1]["hit_share"] >= told["points"][0]["hit_share"]
+    shown = simulate(str(path), "--curve", "pool.size").stdout
+    assert shown.startswith("Trust: at its own pool.size, 8MiB")
+    assert told["trust"]["trusted"] == ("<- knee" in shown)
+    assert "--curve pool.size" in refused(str(path))
+
+
+def test_refuses_in_one_line(trace, model, tmp_path):
+    assert "--model" in refused(trace)
+    assert "how quick is the machine" in refused(trace, "--model", model)
+    assert "how quick is the machine" in refused(trace, "--model", model, "--link", "1GB/s")
+    assert "pool.size" in refused(trace, "--model", model, "--curve", "log.level")
+    assert "lru" in refused(trace, "--model", model, "--eviction", "random", *MACHINE)
+    assert "--curve" in refused(trace, "--model", model, *MACHINE, "--sample", "4")
+    assert "cannot be read" in refused(str(tmp_path / "none"), "--model", model, *MACHINE)
+    wrong = tmp_path / "wrong.jsonl"
+    wrong.write_text('{"timestamp": 0}')
+    assert "line 1" in refused(str(wrong), "--model", model, *MACHINE)
+    wrong.write_bytes(b"LAYERFLOW-RECORD" + bytes([1, 0, 0, 0, 9, 0, 0, 0]))
+    assert "is cut" in refused(str(wrong), "--curve", "pool.size")
+    wrong.write_bytes(b"\x93\xff")
+    assert "cannot be read" in refused(str(wrong), "--model", model, *MACHINE)
