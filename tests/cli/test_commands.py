@@ -54,6 +54,7 @@ COMMANDS = [
     ["trace"],
     ["config"],
     ["plan"],
+    ["simulate"],
     ["doctor"],
     ["demo"],
     ["bench"],
