@@ -8,6 +8,7 @@ import pytest
 
 from layerflow.config.settings import Settings
 from layerflow.errors import ConfigError
+from layerflow.server import watch
 from layerflow.server.watch import watch_config
 
 PATIENCE_S = 20
@@ -169,3 +170,24 @@ async def test_the_files_state_is_told(path):
         assert (again.sha256, again.refused_at, again.problems, again.refusals) == (first.sha256, 0, (), 3)
         assert again.applied_at >= first.applied_at
     assert applied == []
+
+
+async def test_the_state_is_that_of_the_bytes_whose_settings_hold(path, monkeypatch):
+    """Also where the file is replaced just after it was read."""
+    events, applied, told = Events(), [], []
+    later, read = b"[transfer]\nprefetch_layers = 7\n", watch._read
+
+    def read_and_replaced(file):
+        found = read(file)
+        if b"prefetch_layers = 2" in (found or b""):
+            path.write_bytes(later)
+        return found
+
+    monkeypatch.setattr(watch, "_read", read_and_replaced)
+    async with watching(path, events, applied, tell=told.append):
+        path.write_text("[transfer]\nprefetch_layers = 2\n")
+        for layers in (2, 7):
+            assert (await events.next())[2]["changes"] == {"transfer.prefetch_layers": layers}
+    digests = [hashlib.sha256(b"[transfer]\nprefetch_layers = %d\n" % layers).hexdigest() for layers in (2, 7)]
+    assert [state.sha256 for state in told][-2:] == digests
+    assert [settings.transfer.prefetch_layers for settings in applied] == [2, 7]

@@ -426,16 +426,22 @@ class Settings(BaseSettings):
 
     @classmethod
     def load(
-        cls, path: Path | None = None, overrides: Mapping[str, Any] | None = None, *, called: str = "a flag"
+        cls,
+        path: Path | None = None,
+        overrides: Mapping[str, Any] | None = None,
+        *,
+        called: str = "a flag",
+        content: bytes | None = None,
     ) -> Settings:
         """Overrides, then environment, then the file, then defaults.
 
         :param path: a TOML file; None = none.
+        :param content: the file's bytes, where they have been read already.
         :param overrides: ``{"pool.size": "4GiB"}`` or ``{"pool": {"size": ...}}``; None values are ignored.
         :param called: what messages call the overrides.
         :raises ConfigError: one line per problem, with the key, where it was set and what to write instead.
         """
-        values, origin, problems = _gather(cls, path, overrides, called)
+        values, origin, problems = _gather(cls, path, overrides, called, content)
         try:
             settings = cls(**nested(values))
         except ConfigError as error:
@@ -448,10 +454,14 @@ class Settings(BaseSettings):
 
 
 def _gather(
-    model: type[Settings], path: Path | None, overrides: Mapping[str, Any] | None, called: str
+    model: type[Settings],
+    path: Path | None,
+    overrides: Mapping[str, Any] | None,
+    called: str,
+    content: bytes | None = None,
 ) -> tuple[Values, dict[str, str], list[str]]:
     """What file, environment and overrides set together, which of them set each ``section.key``, and what is none."""
-    file = read_toml(model, path) if path is not None else Source({}, [])
+    file = read_toml(model, path, content) if path is not None else Source({}, [])
     environment, flags = read_environment(model), read_overrides(model, overrides or {}, called)
     origin = {f"{section}.{key}": str(path) for section, keys in file.values.items() for key in keys}
     origin |= {

@@ -153,15 +153,16 @@ def known_keys(model: type[BaseModel]) -> list[str]:
     return [f"{name}.{key}" for name, section in sections(model).items() for key in own_keys(section)]
 
 
-def read_toml(model: type[BaseSettings], path: Path) -> Source:
+def read_toml(model: type[BaseSettings], path: Path, content: bytes | None = None) -> Source:
     """The file's tables under layerflow's names.
 
+    :param content: its bytes, where they have been read already.
     :raises ConfigError: if it cannot be read, or is not TOML.
     """
-    if not path.is_file():
+    if content is None and not path.is_file():
         raise ConfigError(f"{path}: no such configuration file")
     try:
-        text = path.read_bytes().decode()
+        text = (path.read_bytes() if content is None else content).decode()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:

@@ -7,6 +7,7 @@ look the same.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import time
@@ -82,8 +83,9 @@ async def watch_config(
     """
     follower = _Follower(path, overrides, apply, log, tell)
     if current is None:
-        follower.began_with(await anyio.to_thread.run_sync(_read, path))
-        current = await anyio.to_thread.run_sync(Settings.load, path, overrides)
+        found = await anyio.to_thread.run_sync(_read, path)
+        current = await _load(path, overrides, found)
+        follower.began_with(found)
     follower.current = current
     await follower.look()
     async for _ in awatch(
@@ -136,7 +138,7 @@ class _Follower:
             self._refused((GONE,))
             return
         try:
-            wanted = await anyio.to_thread.run_sync(Settings.load, self._path, self._overrides)
+            wanted = await _load(self._path, self._overrides, found)
             changes = live_changes(self.current, wanted)
             if not changes:
                 self._taken(found)
@@ -169,6 +171,11 @@ class _Follower:
         refusals = self._state.refusals + 1
         self._state = replace(self._state, refused_at=since, problems=problems, refusals=refusals)
         self._tell(self._state)
+
+
+async def _load(path: Path, overrides: Mapping[str, Any], content: bytes | None) -> Settings:
+    """The settings of these very bytes: the file may say something else by now, which is the next look's to find."""
+    return await anyio.to_thread.run_sync(functools.partial(Settings.load, path, overrides, content=content))
 
 
 def _folders(path: Path) -> set[Path]:
