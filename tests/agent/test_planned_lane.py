@@ -171,3 +171,25 @@ def test_a_step_is_not_over_while_batches_are_cut_whose_copies_are_yet_to_be_mad
     [last] = planned.tasks(cut)
     planned.ended(last, "")
     assert over == [planned]
+
+
+def test_a_step_that_is_cut_off_while_the_window_looks_is_told_over():
+    step, over = FakeStep(), []
+    queue = WorkerDrivenQueue(WindowCaps(1000, 0))
+    planned = loads(step, 2, 1, 10, over)
+    looks = 0
+
+    class CutOff(WorkerDrivenLoads):
+        @property
+        def left(self) -> bool:
+            nonlocal looks
+            looks += 1
+            step.fenced = looks > 1  # by another thread, just after the first look
+            return looks == 1
+
+    planned.__class__ = CutOff
+    queue.add(planned)
+    for task in [task for _ in range(3) for task in queue.take(BatchCaps(10, 100))]:
+        planned.ended(task, CANCELLED)
+    queue.take(BatchCaps(10, 100))
+    assert over == [planned] and not queue

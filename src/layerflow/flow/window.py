@@ -199,9 +199,11 @@ class Window(Generic[LoadsT]):
         taken: list[tuple[LoadsT, list[LayerBatch]]] = []
         exhausted: list[LoadsT] = []
         while True:
-            exhausted += [each for each in self._steps if not each.left]
-            self._steps = [each for each in self._steps if each.left]
-            if not self._steps:
+            steps: list[LoadsT] = []
+            for each in self._steps:  # asked once: another thread may cut a step off at any time
+                (steps if each.left else exhausted).append(each)
+            self._steps = steps
+            if not steps:
                 break
             alone = len(self._steps) == 1
             first = self._steps[0] if alone else min(self._steps, key=_distance)
