@@ -25,7 +25,7 @@ def write_page(path: Path, name: str, points: Sequence[CurvePoint], knee: CurveP
 
     :raises ConfigError: the file cannot be written.
     """
-    told = "No size is recommended: the recording's own hits are not predicted."
+    told = "No size is recommended."
     if knee is not None:
         told = f"pool.size {format_size(knee.arena_bytes)} hits {knee.hit_rate:.1%} of all prompt tokens (in red)."
     page = _PAGE.format(

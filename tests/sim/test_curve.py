@@ -6,9 +6,11 @@ from collections import OrderedDict
 from importlib.util import find_spec
 from pathlib import Path
 
+import msgspec
 import pytest
 from sim.worlds import CHUNK, OBJECT_BYTES, conversations, machine, trace_of
 
+from layerflow.errors import ConfigError
 from layerflow.sim.curve import CurvePoint, hit_curve, knee
 from layerflow.sim.lru import Lru
 from layerflow.sim.simulation import one_group_spec
@@ -82,8 +84,17 @@ def test_a_sample_says_how_far_off_it_may_be():
 
 def test_the_knee_is_the_smallest_that_is_nearly_the_best():
     points = [CurvePoint(size, hits, 1000) for size, hits in ((1, 100), (2, 395), (4, 400), (8, 401))]
-    assert knee(points).arena_bytes == 2
-    assert knee([CurvePoint(1, 0, 10), CurvePoint(2, 0, 10)]).arena_bytes == 1
+    assert knee(points) == points[1]
+    assert knee([CurvePoint(1, 0, 10), CurvePoint(2, 0, 10)]) is None
+
+
+def test_a_sample_that_is_too_thin_and_caches_that_are_not_replayed_are_refused():
+    trace = conversations(7, count=100)
+    with pytest.raises(ConfigError, match="sample less thinly"):
+        list(hit_curve(trace, SPEC, [1 << 20], sample=1000))
+    window = msgspec.structs.replace(SPEC.groups[0], kind="sliding", window=128)
+    with pytest.raises(ConfigError, match="not simulated yet"):
+        list(hit_curve(trace, msgspec.structs.replace(SPEC, groups=(window,)), [1 << 20]))
 
 
 @pytest.mark.skipif(not PUBLIC.exists(), reason="the public trace is not here")

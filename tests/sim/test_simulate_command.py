@@ -96,9 +96,8 @@ def test_a_curve_on_the_terminal_as_json_and_as_a_page(trace, model, tmp_path):
     rates = [point["hit_share"] for point in told["points"]]
     assert len(rates) == 12 and rates[0] < rates[-1] and told["points"][-1]["pool_size_bytes"] == 1 << 30
     assert page.read_text().count("<circle") == 12
-    assert any(
-        point["standard_error"] for point in json.loads(simulate(*curve, "--sample", "4", "--json").stdout)["points"]
-    )
+    assert "sample less thinly" in refused(*curve, "--sample", "4")
+    assert "nothing of it is timed" in refused(*curve, "--link", "1GB/s")
 
 
 def test_a_recording_is_believed_at_other_sizes_where_its_own_hits_are_predicted(tmp_path):
@@ -124,6 +123,9 @@ def test_a_recording_is_believed_at_other_sizes_where_its_own_hits_are_predicted
     assert shown.startswith("Trust: at its own pool.size, 8MiB")
     assert told["trust"]["trusted"] == ("<- knee" in shown)
     assert "--curve pool.size" in refused(str(path))
+    assert "tells its own model" in refused(str(path), "--curve", "pool.size", "--first", "3")
+    chosen = json.loads(simulate(str(path), "--curve", "pool.size", "--set", "pool.size=2MiB", "--json", "-").stdout)
+    assert chosen["points"][-1]["pool_size_bytes"] == 2 << 20
 
 
 def test_refuses_in_one_line(trace, model, tmp_path):

@@ -127,3 +127,8 @@ def test_partial_chunks_are_stored_unless_told_otherwise():
     trace = trace_of([(float(turn), 20 * CHUNK + 30, 1, ids) for turn in range(2)])
     assert run(trace, mode="layerwise").requests[1].hit == 20 * CHUNK + 29
     assert run(trace, mode="layerwise", discard_partial_chunks=True).requests[1].hit == 20 * CHUNK
+
+
+def test_a_prompt_shorter_than_a_chunk_is_stored_too():
+    trace = trace_of([(float(turn), 40, 1, [5]) for turn in range(2)])
+    assert run(trace, mode="layerwise").requests[1].hit == 39

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 UNTRUSTED = (
     "No line of trust: this trace tells when requests came, and nothing of what they took. What follows compares "
-    "configurations; it predicts no machine."
+    "configurations; it predicts no machine. A step of decoding takes what --step-ms says, and hardly more."
 )
 
 CURVE_SIZES = 12
@@ -31,7 +31,8 @@ CURVE_SIZES = 12
 times its own."""
 
 TRUSTED = 0.02
-"""A recording whose own hits are predicted within this share of its prompt tokens is believed at other sizes."""
+"""A recording whose own hits are predicted within this share of its prompt tokens, and within 15 % of themselves, is
+believed at other sizes."""
 
 _BAR = 34
 
@@ -73,6 +74,10 @@ def simulate(
         int,
         typer.Option(min=0, metavar="N", help="Tokens that an engine's own prefix cache holds; 0 = it has none."),
     ] = 0,
+    step_ms: Annotated[
+        float,
+        typer.Option(min=0, metavar="MS", help="What each step takes beside its layers; of decoding, nearly all."),
+    ] = 0,
     speed: Annotated[
         float, typer.Option(min=1e-6, metavar="X", help="Let requests come so many times as fast as they came.")
     ] = 1.0,
@@ -106,7 +111,7 @@ def simulate(
       layerflow simulate trace.jsonl --model /models/Qwen3-8B --curve pool.size --ram 2TiB
       layerflow simulate monday.lfr --curve pool.size
     """
-    from layerflow.config.settings import Settings  # noqa: PLC0415 - `--help` stays quick
+    from layerflow.config.settings import Settings, effective  # noqa: PLC0415 - `--help` stays quick
     from layerflow.sim.recorded import is_recording, read_prompts  # noqa: PLC0415
     from layerflow.sim.simulation import EVICTIONS  # noqa: PLC0415
     from layerflow.sim.trace import read_trace  # noqa: PLC0415
@@ -118,6 +123,8 @@ def simulate(
         raise ConfigError(f"--eviction {eviction}: use one of {', '.join(EVICTIONS)}")
     if curve is None and (sample > 1 or html is not None):
         raise ConfigError("--sample and --html belong to --curve pool.size")
+    if curve is not None and any(each is not None for each in (link, flops, active_params, layer_us)):
+        raise ConfigError("--curve takes no link and no compute: nothing of it is timed")
     configured = Settings.load(file, overrides(settings or (), {"pool.size": ram}))
     output = CurveOutput(eviction, sample, html, json_file)
     if is_recording(trace):
@@ -125,8 +132,13 @@ def simulate(
             raise ConfigError(
                 f"{trace}: is a recording, of which hits can be simulated: add --curve pool.size; times are not yet"
             )
+        if model is not None or first or speed != 1.0:
+            raise ConfigError(
+                f"{trace}: is a recording, and tells its own model and times: no --model, --first, --speed"
+            )
         prompts = read_prompts(trace)
-        largest = configured.pool.size if ram is not None or file is not None else 4 * prompts.arena_bytes
+        origin = {row.key: row.origin for row in effective(file, overrides(settings or (), {"pool.size": ram}))}
+        largest = configured.pool.size if origin["pool.size"] else 4 * prompts.arena_bytes
         _curve(prompts.trace, prompts.spec, largest, output, prompts)
         return
     if model is None:
@@ -152,6 +164,7 @@ def simulate(
         engines=engines,
         max_batched_tokens=batched_tokens,
         cache_tokens=engine_tokens,
+        step_seconds=step_ms / 1e3,
         eviction=eviction,
     )
     _run(machine, configured, requests, seed, json_file)
@@ -260,7 +273,7 @@ def _trust(own: CurvePoint, recorded: RecordedPrompts) -> dict[str, Any]:
         "pool_size_bytes": own.arena_bytes,
         "predicted_share": own.hit_rate,
         "recorded_share": measured,
-        "trusted": abs(own.hit_rate - measured) <= TRUSTED,
+        "trusted": abs(own.hit_rate - measured) <= min(TRUSTED, 0.15 * measured),
     }
 
 
@@ -285,8 +298,11 @@ def _plot(
         mark = "  <- knee" if point is best else ""
         yield f"{_size(point.arena_bytes):>10} {bar:<{_BAR}} {told}{mark}"
     yield ""
+    if best is None and (trust is None or trust["trusted"]):
+        yield "Nothing hits at any of these sizes: no prompt's leading chunks come again while they are held."
+        return
     if best is None:
-        yield f"Both differ by more than {TRUSTED * 100:.0f} points, so no size is recommended: what hit may have come"
+        yield f"Both differ by over {TRUSTED * 100:.0f} points, or 15 %, so no size is recommended: hits may have come"
         yield "from behind the arena, from before the recording began, or within a chunk."
         return
     yield f"pool.size {_size(best.arena_bytes)} hits {best.hit_rate * 100:.1f} % of all prompt tokens; the largest"

@@ -43,14 +43,10 @@ class Recording:
         self.path = path
         try:
             with path.open("rb") as file:
-                self.nbytes = os.fstat(file.fileno()).st_size
-                page = file.read(HEADER_BYTES)
-                self.header = self._read_header(page)
-                newest = NEWEST.unpack_from(page, HEADER_BYTES - NEWEST.size)[0]
                 try:
-                    self.segments = self._read_segments(file, newest)
-                except ConfigError:  # its writer may just have gone on to another segment
-                    self.segments = self._read_segments(file, newest)
+                    self._read(file)
+                except ConfigError:  # its writer may just have gone on
+                    self._read(file)
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
 
@@ -67,6 +63,14 @@ class Recording:
                     yield from self._blocks(file, segment)
         except OSError as error:
             raise ConfigError(f"{self.path}: cannot be read: {error.strerror}") from None
+
+    def _read(self, file: Any) -> None:
+        """Read the header and the segments as they are now."""
+        self.nbytes = os.fstat(file.fileno()).st_size
+        file.seek(0)
+        page = file.read(HEADER_BYTES)
+        self.header = self._read_header(page)
+        self.segments = self._read_segments(file, NEWEST.unpack_from(page, HEADER_BYTES - NEWEST.size)[0])
 
     def _read_header(self, page: bytes) -> Header:
         if len(page) < PRELUDE.size or not page.startswith(MAGIC):
@@ -122,7 +126,7 @@ class Recording:
             head = file.read(BLOCK_HEAD.size)
             packed_bytes, checksum, raw_bytes, _ = BLOCK_HEAD.unpack(head) if len(head) == BLOCK_HEAD.size else (0,) * 4
             packed = file.read(packed_bytes) if 0 < packed_bytes <= end - at - BLOCK_HEAD.size else b""
-            if not packed or zlib.crc32(packed) != checksum or raw_bytes > MOST_BLOCK_BYTES:
+            if not packed or zlib.crc32(packed) != checksum or not 0 < raw_bytes <= MOST_BLOCK_BYTES:
                 if self._read_segment(file, segment.offset - SEGMENT_BYTES).number != segment.number:
                     return  # its writer has begun to overwrite this segment
                 raise self._damaged(f"a block at byte {at}")

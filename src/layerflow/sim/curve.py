@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from layerflow.errors import ConfigError
 from layerflow.keys import object_keys
 from layerflow.objects import object_bytes
 from layerflow.pool.base import NewObject, ReserveStatus
@@ -24,11 +25,15 @@ from layerflow.pool.directory import DirectoryEntry
 from layerflow.pool.eviction import EvictionPolicy, S3Fifo
 from layerflow.pool.memory import MemoryPool
 from layerflow.sim.arena import SimulatedArena, SimulatedHeaders
+from layerflow.sim.kinds import refuse_kinds
 from layerflow.sim.trace import RequestTrace, TracedRequest
 from layerflow.spec import ModelSpec
 
 NEAR_BEST = 0.98
 """The knee: the smallest pool that hits this share of what the largest one hits."""
+
+LEAST_SAMPLED = 1000
+"""A sample of fewer chunks says nothing."""
 
 SALTS = 4
 """So many samples, each of other chunks, tell the error of a sampled curve."""
@@ -68,30 +73,42 @@ def hit_curve(
 
     :param sample: one in so many chunks is looked at.
     :param skip: so large a share of the requests fills the pool and is not counted.
+    :raises ConfigError: a sample would be too thin to say anything, or the model's caches are not replayed.
     """
+    refuse_kinds(spec)
     first = int(len(trace.requests) * skip)
     tokens = sum(request.tokens for request in trace.requests[first:])
     samples = [_Sample(trace, first, sample, salt) for salt in range(SALTS if sample > 1 else 1)]
+    thinnest = min(taken.chunks for taken in samples)
+    if sample > 1 and thinnest < LEAST_SAMPLED:
+        raise ConfigError(
+            f"one in {sample} chunks of {trace.name} are {thinnest:,}: at least {LEAST_SAMPLED:,} say something; "
+            "sample less thinly"
+        )
     for size in sizes:
         hits = [_replay(taken, spec, size // sample, eviction(), first) * sample for taken in samples]
         error = statistics.stdev(hits) / math.sqrt(len(hits)) / tokens if len(hits) > 1 and tokens else 0.0
         yield CurvePoint(size, round(min(tokens, max(0.0, statistics.fmean(hits)))), tokens, error)
 
 
-def knee(points: Sequence[CurvePoint]) -> CurvePoint:
-    """The smallest size that hits nearly as much as the best; see :data:`NEAR_BEST`."""
+def knee(points: Sequence[CurvePoint]) -> CurvePoint | None:
+    """The smallest size that hits nearly as much as the best, see :data:`NEAR_BEST`; None where none hits."""
     best = max(point.hit_rate for point in points)
+    if not best:
+        return None
     return min((point for point in points if point.hit_rate >= NEAR_BEST * best), key=lambda point: point.arena_bytes)
 
 
 class _Sample:
     """The chunks of each request that are looked at.
 
+    :ivar chunks: different ones that are looked at.
     :ivar lacking: how many references the counted requests have too few of them, to be their share of all.
     """
 
     def __init__(self, trace: RequestTrace, first: int, sample: int, salt: int) -> None:
         self.requests = [(request.tokens, _sampled(request, sample, salt)) for request in trace.requests]
+        self.chunks = len({chunk for _, chunks in self.requests for chunk in chunks})
         self.lacking = sum(
             len(request.chunks) / sample - len(chunks)
             for request, (_, chunks) in zip(trace.requests[first:], self.requests[first:], strict=True)

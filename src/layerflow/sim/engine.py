@@ -16,7 +16,7 @@ from layerflow.keys import object_keys
 from layerflow.objects import object_bytes
 from layerflow.pool.base import NewObject
 from layerflow.sim.clock import VirtualClock
-from layerflow.sim.server import SimulatedServer, WantedLoad
+from layerflow.sim.server import ROOT, SimulatedServer, WantedLoad
 from layerflow.sim.trace import TracedRequest
 from layerflow.sim.worker import SimulatedLoads, SimulatedWorker
 from layerflow.spec import ModelSpec
@@ -324,7 +324,6 @@ class SimulatedEngine:
     def _look_up(self, running: RunningRequest) -> Mode:
         """How a request's hit is used; RECOMPUTE where there is none."""
         request, server, spec = running.request, self._server, self._spec
-        running.saved = running.local // self._chunk
         hit = server.lookup(spec, request.chunks, request.tokens, request.tail)
         tokens = hit.tokens
         for end, position in hit.ends(spec, request.tokens):
@@ -332,13 +331,16 @@ class SimulatedEngine:
             if tail is None or (tail.chunk == len(request.chunks) and tail.digest == request.tail):
                 tokens = max(tokens, end)
         running.hit_at_all = tokens
+        running.saved = tokens // self._chunk  # what only this engine has is stored
+        server.lease(self._lease(running), self._keys(running, 0, tokens))
         if tokens <= running.local:
+            server.release(self._lease(running))
             return Mode.RECOMPUTE
         mode = self._choose(tokens, request.tokens)
         if mode is not Mode.RECOMPUTE:
             running.hit = tokens
-            running.saved = max(running.saved, tokens // self._chunk)
-            server.lease(self._lease(running), [key for load in self._wanted(running, None) for key in load.keys])
+            return mode
+        server.release(self._lease(running))
         return mode
 
     def _choose(self, hit: int, prompt: int) -> Mode:
@@ -363,20 +365,27 @@ class SimulatedEngine:
     def _lease(self, running: RunningRequest) -> tuple[str, int, int]:
         return ("hit", id(self), running.request.number)
 
-    def _wanted(self, running: RunningRequest, worker: SimulatedWorker | None) -> list[WantedLoad]:
-        """What is loaded of a request's hit, for one worker or for all."""
-        request, chunk = running.request, self._chunk
-        first, last = running.local // chunk, -(-running.hit // chunk)
-        digests = [*request.chunks[first:last]]
-        if last > len(request.chunks):
-            digests.append(request.tail)
+    def _digests(self, running: RunningRequest, first: int, hit: int) -> list[bytes]:
+        """The chunks of a hit from number `first` on, its tail among them."""
+        request, last = running.request, -(-hit // self._chunk)
+        return [*request.chunks[first:last], *([request.tail] if last > len(request.chunks) else [])]
+
+    def _keys(self, running: RunningRequest, first: int, hit: int) -> list[bytes]:
+        """The objects of a hit, of all groups and workers."""
+        shards = [worker.spec.shard for worker in self.workers]
+        return object_keys(self._digests(running, first, hit), range(len(self._spec.groups)), shards)
+
+    def _wanted(self, running: RunningRequest, worker: SimulatedWorker) -> list[WantedLoad]:
+        """What one worker loads of a request's hit."""
+        chunk = self._chunk
+        first = running.local // chunk
+        digests = self._digests(running, first, running.hit)
         wanted = []
         for group, spec in enumerate(self._spec.groups):
             size = spec.block_size
-            for each in [worker] if worker is not None else self.workers:
-                keys = object_keys(digests, (group,), (each.spec.shard,))
-                counts = [-(-min(chunk, running.hit - at * chunk) // size) for at in range(first, first + len(digests))]
-                wanted.append(WantedLoad(running.name, self._lease(running), group, tuple(keys), tuple(counts)))
+            keys = object_keys(digests, (group,), (worker.spec.shard,))
+            counts = [-(-min(chunk, running.hit - at * chunk) // size) for at in range(first, first + len(digests))]
+            wanted.append(WantedLoad(running.name, self._lease(running), group, tuple(keys), tuple(counts)))
         return wanted
 
     def _new_objects(self, running: RunningRequest, tokens: int, worker: SimulatedWorker) -> list[list[NewObject]]:
@@ -396,11 +405,9 @@ class SimulatedEngine:
             ]
             if tail:
                 left = request.tokens - len(request.chunks) * chunk
-                parent = request.chunks[-1] if request.chunks else b""
-                if parent:
-                    key, above = object_keys((tail, parent), (group,), shard)
-                    held = len(spec.rules.keep(left))
-                    objects.append(NewObject(key, object_bytes(spec, held), held, left, above))
+                key, above = object_keys((tail, request.chunks[-1] if request.chunks else ROOT), (group,), shard)
+                held = len(spec.rules.keep(left))
+                objects.append(NewObject(key, object_bytes(spec, held), held, left, above))
             by_group.append(objects)
         return by_group
 
@@ -415,11 +422,12 @@ class SimulatedEngine:
                 if objects
             ]
             loads = [load for running in step.loading for load in self._wanted(running, worker)]
-            if (loads or saves) and self._open_at(worker, step.number, step.loading, loads, saves):
+            there = self._open_at(worker, step.number, step.loading, loads, saves) if loads or saves else None
+            if there is not None:
                 step.opened.append(worker)
-                if loads:
-                    moving = self._load(worker, step.number, loads, self._server.loads_over, lambda: self._look(step))
-                    step.loads.append((worker, moving))
+            if there:
+                moving = self._load(worker, step.number, there, self._server.loads_over, lambda: self._look(step))
+                step.loads.append((worker, moving))
         for running, tokens in saving:
             done = min((running.computed + tokens) // self._chunk, len(running.request.chunks))
             running.saved = max(running.saved, done)
@@ -433,15 +441,15 @@ class SimulatedEngine:
         loading: Sequence[RunningRequest],
         loads: Sequence[WantedLoad],
         saves: Sequence[tuple[str, int, list[NewObject]]],
-    ) -> bool:
-        """Open a step of one worker; False: what it was to load is not there, and its requests' loads have failed."""
+    ) -> list[WantedLoad] | None:
+        """Open a step of one worker: see :meth:`.SimulatedServer.open_step`."""
         now, model = self._clock.now, self._model
         names = {running.name: running for running in loading}
 
         def failed(request: str) -> None:
             names[request].load_failed = True
 
-        opened = self._server.open_step(
+        return self._server.open_step(
             worker,
             step,
             loads=loads,
@@ -450,10 +458,6 @@ class SimulatedEngine:
             save_deadline=now + model.save_timeout_s,
             failed=failed,
         )
-        if not opened:
-            for running in loading:
-                running.load_failed = True
-        return opened
 
     def _load(
         self,
@@ -507,7 +511,7 @@ class SimulatedEngine:
             if running.load_failed:
                 running.load_failed, running.recomputes = False, True
                 running.hit, running.computed = 0, running.local
-                running.saved = running.local // self._chunk
+                running.saved = 0
                 continue
             prefilled = running.prefills
             running.computed += tokens
@@ -548,10 +552,10 @@ class SimulatedEngine:
                 self._loaded(running)
 
         for worker in self.workers:
-            loads = self._wanted(running, worker)
-            if self._open_at(worker, number, [running], loads, ()):
+            there = self._open_at(worker, number, [running], self._wanted(running, worker), ())
+            if there:
                 pending += 1
-                self._load(worker, number, loads, over, _nothing)
+                self._load(worker, number, there, over, _nothing)
                 self._server.close_step(worker, number)
         self._server.release(self._lease(running))
         self._clock.at(self._clock.now, one_less)
@@ -561,7 +565,7 @@ class SimulatedEngine:
         running.recomputes = True  # it is not looked up again
         if running.load_failed:
             running.load_failed, running.hit = False, 0
-            running.saved = running.local // self._chunk
+            running.saved = 0
         self._waiting.appendleft(running)
         self._look_again()
 

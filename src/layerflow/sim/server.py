@@ -24,11 +24,15 @@ from layerflow.flow.events import (
     Tick,
 )
 from layerflow.hits import HitLength, find_hit
+from layerflow.keys import DIGEST_BYTES
 from layerflow.pool.base import NewObject, Owner, ReserveStatus
 from layerflow.pool.memory import MemoryPool
 from layerflow.sim.clock import VirtualClock
 from layerflow.sim.worker import SimulatedLoads, SimulatedWorker
 from layerflow.spec import ModelSpec
+
+ROOT = bytes(DIGEST_BYTES)
+"""What a prompt's first chunk follows."""
 
 Failed = Callable[[str], None]
 """Told of each request whose load has failed."""
@@ -95,7 +99,7 @@ class SimulatedServer:
     def lookup(self, spec: ModelSpec, chunks: Sequence[bytes], tokens: int, tail: bytes) -> HitLength:
         """The longest hit of a prompt: of all groups and shards, one token left to compute."""
         self.pool.expire(self._clock.now)
-        return find_hit(self.pool, spec, b"", list(chunks), tokens, tail_digest=tail)
+        return find_hit(self.pool, spec, ROOT, list(chunks), tokens, tail_digest=tail)
 
     def lease(self, owner: Owner, keys: Sequence[bytes]) -> None:
         """Pin what a hit needs until its step opens, or the lease ends."""
@@ -117,20 +121,30 @@ class SimulatedServer:
         deadline: float,
         save_deadline: float,
         failed: Failed,
-    ) -> bool:
+    ) -> list[WantedLoad] | None:
         """Open a step of one worker, whose loads it moves itself.
 
+        A request of which something is not there any more has failed, and nothing of it is saved.
+
         :param saves: requests, groups and objects.
-        :returns: is all that it loads there? Else nothing was opened.
+        :returns: the loads that are there; None: nothing was left to be opened.
         """
         owner = ("step", worker.session, step)
+        gone: set[str] = set()
         for load in loads:
-            if self.pool.copy_pins(load.lease, load.keys, owner) is not None:
-                continue
             # Leased past the share that leases may pin: what is still there is pinned now.
-            if None in self.pool.acquire(load.keys, owner, math.inf):
-                self.pool.release(owner)
-                return False
+            if self.pool.copy_pins(load.lease, load.keys, owner) is None and None in self.pool.acquire(
+                load.keys, owner, math.inf
+            ):
+                gone.add(load.request)
+        for request in gone:
+            self.failed_loads += 1
+            failed(request)
+        loads = [load for load in loads if load.request not in gone]
+        saves = [saved for saved in saves if saved[0] not in gone]
+        if not (loads or saves):
+            self.pool.release(owner)
+            return None
         book = OpenStep(worker, owner, failed)
         parts: list[Part] = []
         for request, group, objects in saves:
@@ -144,7 +158,7 @@ class SimulatedServer:
         self.handle(
             StepOpened(worker.session, step, deadline, save_deadline, loaded, tuple(parts), planned=bool(loaded))
         )
-        return True
+        return loads
 
     def loads_over(self, worker: SimulatedWorker, loads: SimulatedLoads) -> None:
         """Nothing of a step's loads moves any more."""

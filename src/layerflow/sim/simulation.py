@@ -19,6 +19,7 @@ from layerflow.server.terms import limits_of, terms_of
 from layerflow.sim.arena import SimulatedArena, SimulatedHeaders
 from layerflow.sim.clock import VirtualClock
 from layerflow.sim.engine import EngineModel, RunningRequest, SimulatedEngine
+from layerflow.sim.kinds import refuse_kinds
 from layerflow.sim.lru import Lru
 from layerflow.sim.server import SimulatedServer
 from layerflow.sim.trace import RequestTrace
@@ -125,7 +126,9 @@ def simulate(
 
     :param seed: of what is drawn: which engine a request goes to where several have as little to do.
     :param validate: check the core's and the pool's invariants as it goes; slow.
+    :raises ConfigError: the model's caches are not simulated.
     """
+    refuse_kinds(machine.spec)
     clock, arena = VirtualClock(), SimulatedArena(machine.arena_bytes)
     pool = MemoryPool(
         arena,
@@ -195,7 +198,8 @@ def _figures(
     pool, flow = server.pool.statistics(), server.flow.statistics()
     workers = [worker for engine in engines for worker in engine.workers]
     seconds = max([each.ended_at for each in requests], default=0.0)
-    share = len(workers) * seconds or 1.0
+    passed = [link.free_at for worker in workers for link in (worker.loads, worker.saves)]
+    share = len(workers) * max(seconds, *passed) or 1.0
     return Figures(
         requests=len(requests),
         tokens=sum(each.request.tokens for each in requests),

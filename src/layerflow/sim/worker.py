@@ -19,20 +19,20 @@ class SimulatedLink:
 
     :param batch_seconds: what a lane spends on a batch, whatever it carries.
 
-    :ivar busy: seconds in which something passed.
+    :ivar busy: seconds in which something passed. :ivar free_at: when all that was sent has passed.
     """
 
     def __init__(self, cost: LinkCost, batch_seconds: float) -> None:
         self._cost, self._batch_seconds = cost, batch_seconds
-        self._free_at = 0.0
+        self.free_at = 0.0
         self.busy = 0.0
 
     def send(self, nbytes: int, now: float) -> float:
         """When the last byte of a batch that is sent now has arrived."""
         took = self._batch_seconds + nbytes / self._cost.bandwidth
-        self._free_at = max(now, self._free_at) + took
+        self.free_at = max(now, self.free_at) + took
         self.busy += took
-        return self._free_at + self._cost.latency
+        return self.free_at + self._cost.latency
 
 
 @dataclass(slots=True, eq=False)
@@ -144,6 +144,11 @@ class SimulatedWorker:
             self._pump()
 
     def _pump(self) -> None:
+        while self._take():
+            """As a lane does: what has just begun leaves before more is cut."""
+
+    def _take(self) -> bool:
+        """Send what may move now; False: nothing may."""
         taken, exhausted = self._window.take(self._caps)
         now = self._clock.now
         for loads, cut in taken:
@@ -158,6 +163,7 @@ class SimulatedWorker:
                 self._clock.at(arrives, _Landing(self, loads, batch))
         for loads in exhausted:
             self._end(loads)
+        return bool(taken)
 
     def landed(self, loads: SimulatedLoads, batch: LayerBatch) -> None:
         """A batch is in place."""
