@@ -55,6 +55,17 @@ def test_a_recording_ends_by_itself_and_is_told(served: tuple[str, KnownWorker],
     assert max(map(len, shown.stdout.splitlines()[1:])) <= 100
 
 
+def test_a_path_that_no_file_can_have_ends_that_recording_alone(
+    served: tuple[str, KnownWorker], tmp_path: Path
+) -> None:
+    _, worker = served
+    with pytest.raises(LayerflowError):
+        worker.agent._control.record(tmp_path / "a\0b", 600, 1 << 20)
+    worker.agent._control.record(tmp_path / "x.lfr", 600, 1 << 20)
+    worker.agent._control.end_recording()
+    assert invoke("record", "--info", str(tmp_path / "x.lfr")).exit_code == 0
+
+
 def test_a_trace_of_a_running_server_is_a_page_and_a_file_for_perfetto(
     served: tuple[str, KnownWorker], tmp_path: Path
 ) -> None:

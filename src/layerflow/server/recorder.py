@@ -197,7 +197,7 @@ class RecordingThread:
             writer.add([Dropped(now, missing)], now)
 
     def _lost(self, error: BaseException) -> None:
-        self.failure = f"{self.path}: {type(error).__name__}: {error}"
+        self.failure, self.done = f"{self.path}: {type(error).__name__}: {error}", True
         self._tell(self._opened, self._closed)
 
     def _tell(self, *events: asyncio.Event) -> None:
