@@ -1,8 +1,10 @@
 """What each engine is told in each order, and what the client gets."""
 
+import anyio
 import httpx
 import pytest
 
+from layerflow.proxy import legs
 from layerflow_testing.stub_engine import SIX_KEYS, Behaviour, StubEngine
 
 from .scene import CHAT, COMPLETIONS, ORDERS, at, events_of, numbered, proxied, said
@@ -227,3 +229,21 @@ async def test_the_same_prompt_goes_to_the_same_prefiller():
                 await scene.complete(prompt=letter * 5000)
         for engine in (one, two):
             assert len({seen.body["prompt"][0] for seen in engine.seen}) == 1 and len(engine.seen) == 6
+
+
+async def test_usage_waits_for_a_prefill_that_is_tried_elsewhere(prefills_are_waited_for):
+    usage = legs.PrefillUsage()
+    usage.expect()
+    told: list[int | None] = []
+
+    async def wait() -> None:
+        told.append(await usage.cached_tokens())
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(wait)
+        await anyio.wait_all_tasks_blocked()
+        usage.prefill_ended(None)
+        usage.expect()
+        await anyio.wait_all_tasks_blocked()
+        usage.prefill_ended(9)
+    assert told == [9]

@@ -316,8 +316,8 @@ class PrefillUsage:
 
     async def cached_tokens(self) -> int | None:
         """None = not known, or nothing was prefilled apart."""
-        if self._expected:
-            with anyio.move_on_after(_WAIT_S):
+        with anyio.move_on_after(_WAIT_S):
+            while self._expected:  # one that failed may be tried elsewhere
                 await self._answered.wait()
         return self._cached
 
