@@ -1,14 +1,41 @@
-"""Options that tell how quick a machine is: its links and its compute."""
+"""Options that tell of a model and of a machine, and what they say of its links and its compute."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from layerflow.errors import ConfigError
 
 if TYPE_CHECKING:
     from layerflow.flow.cost import ComputeCost, LinkCost
     from layerflow.sizing import Capacity
+
+
+ModelFolder = Annotated[
+    Path | None,
+    typer.Option("--model", metavar="DIR", help="The model's folder with its config.json, or that file."),
+]
+TensorRanks = Annotated[int, typer.Option(min=1, metavar="N", help="Tensor-parallel ranks of one engine.")]
+Engines = Annotated[int, typer.Option(min=1, metavar="N", help="Engines of this model that share the server.")]
+LinkRate = Annotated[
+    str | None, typer.Option(metavar="RATE", help="What one worker's link to host memory moves, e.g. 25GB/s.")
+]
+LinkLatency = Annotated[float, typer.Option(min=0, metavar="US", help="What each load waits before it moves.")]
+Flops = Annotated[
+    float | None,
+    typer.Option(min=1, metavar="X", help="Operations a second that one device reaches in prefill, e.g. 400e12."),
+]
+ActiveParams = Annotated[
+    float | None, typer.Option(min=1, metavar="N", help="With --flops: weights that a token passes, e.g. 22e9.")
+]
+LayerTime = Annotated[
+    float | None,
+    typer.Option(min=0, metavar="US", help="Instead of --flops: measured time of one layer for each new token."),
+]
+KvDtype = Annotated[str, typer.Option(metavar="NAME", help="The engine's KV cache dtype: auto, fp8, bfloat16.")]
 
 
 def link_cost(text: str | None, latency_us: float) -> LinkCost | None:

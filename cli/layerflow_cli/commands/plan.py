@@ -11,7 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from layerflow.errors import ConfigError
-from layerflow_cli.machine import layer_cost, link_cost
+from layerflow_cli.machine import (
+    ActiveParams,
+    Engines,
+    Flops,
+    KvDtype,
+    LayerTime,
+    LinkLatency,
+    LinkRate,
+    ModelFolder,
+    TensorRanks,
+    layer_cost,
+    link_cost,
+)
 from layerflow_cli.options import JsonFile
 
 if TYPE_CHECKING:
@@ -21,38 +33,21 @@ _HOUR_S = 3600
 
 
 def plan(
-    model: Annotated[
-        Path | None,
-        typer.Option("--model", metavar="DIR", help="The model's folder with its config.json, or that file."),
-    ] = None,
-    tp: Annotated[int, typer.Option(min=1, metavar="N", help="Tensor-parallel ranks of one engine.")] = 1,
+    model: ModelFolder = None,
+    tp: TensorRanks = 1,
     pp: Annotated[int, typer.Option(min=1, metavar="N", help="Pipeline stages of one engine.")] = 1,
-    engines: Annotated[int, typer.Option(min=1, metavar="N", help="Engines of this model that share the server.")] = 1,
+    engines: Engines = 1,
     ram: Annotated[str, typer.Option(metavar="SIZE", help="Memory that the arena may take, e.g. 1TiB.")] = "64GiB",
     prompt: Annotated[str, typer.Option(metavar="TOKENS", help="A long prompt, e.g. 32k (32,768 tokens).")] = "32k",
-    link: Annotated[
-        str | None, typer.Option(metavar="RATE", help="What one worker's link to host memory moves, e.g. 25GB/s.")
-    ] = None,
-    link_latency_us: Annotated[
-        float, typer.Option(min=0, metavar="US", help="What each load waits before it moves.")
-    ] = 0,
-    flops: Annotated[
-        float | None,
-        typer.Option(min=1, metavar="X", help="Operations a second that one device reaches in prefill, e.g. 400e12."),
-    ] = None,
-    active_params: Annotated[
-        float | None, typer.Option(min=1, metavar="N", help="With --flops: weights that a token passes, e.g. 22e9.")
-    ] = None,
-    layer_us: Annotated[
-        float | None,
-        typer.Option(min=0, metavar="US", help="Instead of --flops: measured time of one layer for each new token."),
-    ] = None,
+    link: LinkRate = None,
+    link_latency_us: LinkLatency = 0,
+    flops: Flops = None,
+    active_params: ActiveParams = None,
+    layer_us: LayerTime = None,
     traffic: Annotated[
         float | None, typer.Option(min=0, metavar="N", help="New tokens a second that all engines together store.")
     ] = None,
-    kv_dtype: Annotated[
-        str, typer.Option(metavar="NAME", help="The engine's KV cache dtype: auto, fp8, bfloat16.")
-    ] = "auto",
+    kv_dtype: KvDtype = "auto",
     state_dtype: Annotated[
         str, typer.Option(metavar="NAME", help="Of recurrent states, as vLLM's --mamba-ssm-cache-dtype.")
     ] = "auto",

@@ -10,7 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from layerflow.errors import ConfigError
-from layerflow_cli.machine import layer_cost, link_cost
+from layerflow_cli.machine import (
+    ActiveParams,
+    Engines,
+    Flops,
+    KvDtype,
+    LayerTime,
+    LinkLatency,
+    LinkRate,
+    ModelFolder,
+    TensorRanks,
+    layer_cost,
+    link_cost,
+)
 from layerflow_cli.options import ConfigFile, JsonFile, SettingItems, overrides
 
 if TYPE_CHECKING:
@@ -41,32 +53,17 @@ def simulate(
     trace: Annotated[
         Path, typer.Argument(metavar="TRACE", help="JSON lines as Mooncake's traces, also .gz; or a recording.")
     ],
-    model: Annotated[
-        Path | None,
-        typer.Option("--model", metavar="DIR", help="The model's folder with its config.json, or that file."),
-    ] = None,
-    tp: Annotated[int, typer.Option(min=1, metavar="N", help="Tensor-parallel ranks of one engine.")] = 1,
-    engines: Annotated[int, typer.Option(min=1, metavar="N", help="Engines of this model that share the server.")] = 1,
+    model: ModelFolder = None,
+    tp: TensorRanks = 1,
+    engines: Engines = 1,
     ram: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Instead of pool.size: memory that the arena takes.")
     ] = None,
-    link: Annotated[
-        str | None, typer.Option(metavar="RATE", help="What one worker's link to host memory moves, e.g. 25GB/s.")
-    ] = None,
-    link_latency_us: Annotated[
-        float, typer.Option(min=0, metavar="US", help="What each load waits before it moves.")
-    ] = 0,
-    flops: Annotated[
-        float | None,
-        typer.Option(min=1, metavar="X", help="Operations a second that one device reaches in prefill, e.g. 400e12."),
-    ] = None,
-    active_params: Annotated[
-        float | None, typer.Option(min=1, metavar="N", help="With --flops: weights that a token passes, e.g. 22e9.")
-    ] = None,
-    layer_us: Annotated[
-        float | None,
-        typer.Option(min=0, metavar="US", help="Instead of --flops: measured time of one layer for each new token."),
-    ] = None,
+    link: LinkRate = None,
+    link_latency_us: LinkLatency = 0,
+    flops: Flops = None,
+    active_params: ActiveParams = None,
+    layer_us: LayerTime = None,
     batched_tokens: Annotated[
         int, typer.Option(min=1, metavar="N", help="Tokens of one step, as vLLM's --max-num-batched-tokens.")
     ] = 8192,
@@ -92,9 +89,7 @@ def simulate(
         int, typer.Option(min=1, metavar="N", help="With --curve: look at one in N chunks, and tell the error.")
     ] = 1,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="With --curve: also as a page.")] = None,
-    kv_dtype: Annotated[
-        str, typer.Option(metavar="NAME", help="The engine's KV cache dtype: auto, fp8, bfloat16.")
-    ] = "auto",
+    kv_dtype: KvDtype = "auto",
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Equal seeds, equal figures.")] = 0,
     file: ConfigFile = None,
     settings: SettingItems = None,
@@ -113,7 +108,7 @@ def simulate(
     """
     from layerflow.config.settings import Settings, effective  # noqa: PLC0415 - `--help` stays quick
     from layerflow.sim.recorded import is_recording, read_prompts  # noqa: PLC0415
-    from layerflow.sim.simulation import EVICTIONS  # noqa: PLC0415
+    from layerflow.sim.simulation import EVICTIONS, Machine  # noqa: PLC0415
     from layerflow.sim.trace import read_trace  # noqa: PLC0415
     from layerflow.sizing import capacity_of, read_config, shape_of  # noqa: PLC0415
 
@@ -125,7 +120,8 @@ def simulate(
         raise ConfigError("--sample and --html belong to --curve pool.size")
     if curve is not None and any(each is not None for each in (link, flops, active_params, layer_us)):
         raise ConfigError("--curve takes no link and no compute: nothing of it is timed")
-    configured = Settings.load(file, overrides(settings or (), {"pool.size": ram}))
+    given = overrides(settings or (), {"pool.size": ram})
+    configured = Settings.load(file, given)
     output = CurveOutput(eviction, sample, html, json_file)
     if is_recording(trace):
         if curve is None:
@@ -137,7 +133,7 @@ def simulate(
                 f"{trace}: is a recording, and tells its own model and times: no --model, --first, --speed"
             )
         prompts = read_prompts(trace)
-        origin = {row.key: row.origin for row in effective(file, overrides(settings or (), {"pool.size": ram}))}
+        origin = {row.key: row.origin for row in effective(file, given)}
         largest = configured.pool.size if origin["pool.size"] else 4 * prompts.arena_bytes
         _curve(prompts.trace, prompts.spec, largest, output, prompts)
         return
@@ -153,8 +149,6 @@ def simulate(
     compute, moves = layer_cost(capacity, flops, active_params, layer_us), link_cost(link, link_latency_us)
     if compute is None or moves is None:
         raise ConfigError("how quick is the machine? Give --link, and --layer-us or --flops with --active-params")
-    from layerflow.sim.simulation import Machine  # noqa: PLC0415
-
     machine = Machine(
         spec=capacity.stages[0],
         arena_bytes=configured.pool.size,

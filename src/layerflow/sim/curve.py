@@ -1,7 +1,7 @@
 """How many tokens a pool of each size would have hit: a trace through the real directory and eviction, without time.
 
 Each request is looked up, and then stored as a whole. So what two requests at once would both compute counts as hit,
-and what waits for a link counts as stored; :class:`layerflow.sim.simulation.Simulation` knows better, and takes longer.
+and what waits for a link counts as stored; :func:`layerflow.sim.simulation.simulate` knows better, and takes longer.
 
 Long traces are sampled by content, as SHARDS does (Waldspurger et al., "Efficient MRC construction with SHARDS", FAST
 2015): chunks whose digest falls below a share of all digests are kept, and a pool of that share of the size holds them.

@@ -206,7 +206,6 @@ class SimulatedEngine:
         ended: Callable[[RunningRequest], None],
     ) -> None:
         self.exposed_s = 0.0
-        self.steps = 0
         self._clock, self._server, self._spec, self._model = clock, server, spec, model
         self.workers = workers
         self._ended = ended
@@ -252,7 +251,6 @@ class SimulatedEngine:
         work, loading = self._schedule()
         if not work:
             return
-        self.steps += 1
         tokens = sum([n for _, n in work])
         pairs = sum([attention_pairs(n, running.computed) for running, n in work])
         cost = self._model.compute
@@ -282,7 +280,6 @@ class SimulatedEngine:
         if self._decodes is not decodes or decodes.steps != steps:
             return  # fewer were made since
         self._decodes = None
-        self.steps += steps
         for running in self._running:
             running.computed += steps
             running.generated += steps
@@ -333,14 +330,11 @@ class SimulatedEngine:
         running.hit_at_all = tokens
         running.saved = tokens // self._chunk  # what only this engine has is stored
         server.lease(self._lease(running), self._keys(running, 0, tokens))
-        if tokens <= running.local:
+        mode = self._choose(tokens, request.tokens) if tokens > running.local else Mode.RECOMPUTE
+        if mode is Mode.RECOMPUTE:
             server.release(self._lease(running))
-            return Mode.RECOMPUTE
-        mode = self._choose(tokens, request.tokens)
-        if mode is not Mode.RECOMPUTE:
+        else:
             running.hit = tokens
-            return mode
-        server.release(self._lease(running))
         return mode
 
     def _choose(self, hit: int, prompt: int) -> Mode:

@@ -20,14 +20,12 @@ class RecordedPrompts:
     :param trace: each with one token of output: what requests generated is not recorded.
     :param arena_bytes: of the pool that it was recorded with, when the recording ended.
     :param hit_tokens: that could be loaded, as the server answered.
-    :param others: prompts of other models, which are left out.
     """
 
     trace: RequestTrace
     spec: ModelSpec
     arena_bytes: int
     hit_tokens: int
-    others: int
 
 
 @dataclass(slots=True)
@@ -81,7 +79,7 @@ def read_prompts(path: Path) -> RecordedPrompts:
                         prompt.saved.update(zip(part.chunks, part.tokens, strict=True))
     if not found:
         raise ConfigError(f"{path}: no prompt was looked up or saved while it was recorded; record for longer")
-    model, most = Counter(model for model, _ in found).most_common(1)[0]
+    [(model, _)] = Counter(model for model, _ in found).most_common(1)
     spec = specs[model]
     requests: list[TracedRequest] = []
     hit_tokens = 0
@@ -95,7 +93,7 @@ def read_prompts(path: Path) -> RecordedPrompts:
             hit_tokens += prompt.hit
     requests.sort(key=lambda request: request.at)
     trace = RequestTrace(path.name, tuple(requests), spec.chunk_tokens)
-    return RecordedPrompts(trace, spec, arena_bytes, hit_tokens, len(found) - most)
+    return RecordedPrompts(trace, spec, arena_bytes, hit_tokens)
 
 
 def _request(prompt: _Prompt, number: int, at: float, chunk_tokens: int) -> TracedRequest | None:

@@ -27,6 +27,7 @@ from layerflow.hits import HitLength, find_hit
 from layerflow.keys import DIGEST_BYTES
 from layerflow.pool.base import NewObject, Owner, ReserveStatus
 from layerflow.pool.memory import MemoryPool
+from layerflow.server.planner import step_owner
 from layerflow.sim.clock import VirtualClock
 from layerflow.sim.worker import SimulatedLoads, SimulatedWorker
 from layerflow.spec import ModelSpec
@@ -129,7 +130,7 @@ class SimulatedServer:
         :param saves: requests, groups and objects.
         :returns: the loads that are there; None: nothing was left to be opened.
         """
-        owner = ("step", worker.session, step)
+        owner = step_owner(worker.session, step)
         gone: set[str] = set()
         for load in loads:
             # Leased past the share that leases may pin: what is still there is pinned now.
