@@ -5,11 +5,13 @@ import os
 
 import pytest
 from e2e.known import KnownWorker, small_spec
+from sim.recordings import KnownMachine
 from sim.worlds import conversations
 from sizing.models import MODELS
 from typer.testing import CliRunner
 
 from layerflow.config.settings import Settings
+from layerflow.recording.format import Dropped
 from layerflow.server import EmbeddedServer
 from layerflow_cli.main import app
 
@@ -122,10 +124,33 @@ def test_a_recording_is_believed_at_other_sizes_where_its_own_hits_are_predicted
     shown = simulate(str(path), "--curve", "pool.size").stdout
     assert shown.startswith("Trust: at its own pool.size, 8MiB")
     assert told["trust"]["trusted"] == ("<- knee" in shown)
-    assert "--curve pool.size" in refused(str(path))
+    timed = simulate(str(path))
+    assert timed.exit_code == 0 and "what was recorded, and what is predicted" in timed.stdout
     assert "tells its own model" in refused(str(path), "--curve", "pool.size", "--first", "3")
     chosen = json.loads(simulate(str(path), "--curve", "pool.size", "--set", "pool.size=2MiB", "--json", "-").stdout)
     assert chosen["points"][-1]["pool_size_bytes"] == 2 << 20
+
+
+def test_a_recording_is_timed_and_another_configuration_beside_it(tmp_path):
+    machine = KnownMachine()
+    for turn in range(6):
+        machine.serve([*range(8), *range(100, 100 + turn)])
+    path = str(machine.write(tmp_path / "x.lfr"))
+    shown = simulate(path, "--link", "10MB/s")
+    assert shown.exit_code == 0, shown.output
+    assert "Trust: " in shown.stdout and "other" in shown.stdout and max(map(len, shown.stdout.splitlines())) <= 80
+    told = json.loads(simulate(path, "--json", "-").stdout)
+    assert told["trust"]["trusted"] and told["other"] is None
+    slow = json.loads(simulate(path, "--link", "10MB/s", "--json", "-").stdout)
+    assert slow["own"] == told["own"] and slow["other"]["prefill"]["p50_ms"] > told["own"]["prefill"]["p50_ms"]
+    same = json.loads(simulate(path, "--set", "transfer.copy_way=staged", "--json", "-").stdout)
+    assert same["other"] == same["own"] and same["not_simulated"] == ["transfer.copy_way"]
+    assert "tells its own engines" in refused(path, "--layer-us", "3")
+    assert "belongs to --curve" in refused(path, "--eviction", "lru")
+    machine.records.append(Dropped(machine.now, 3))
+    cut = str(machine.write(tmp_path / "y.lfr"))
+    assert "3 events are missing" in simulate(cut).stdout
+    assert "nothing is predicted of another configuration" in refused(cut, "--ram", "1MiB")
 
 
 def test_refuses_in_one_line(trace, model, tmp_path):

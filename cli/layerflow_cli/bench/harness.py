@@ -230,9 +230,14 @@ class Worker:
         """A request whose whole prompt is computed and saved."""
         return StepRequest(f"save-{next(self._names)}", chain, self.table(0), save=(0, self.tokens), tail=True)
 
-    def loading(self, chain: Chain, hit: Hit) -> StepRequest:
-        """A request that loads its whole hit."""
+    def look_up(self, chain: Chain) -> tuple[str, Hit]:
+        """A request's name, and what it hits."""
         name = f"load-{next(self._names)}"
+        return name, self.agent.lookup(name, chain)
+
+    def loading(self, chain: Chain, hit: Hit, name: str = "") -> StepRequest:
+        """A request that loads its whole hit; one of that name has looked it up."""
+        name = name or f"load-{next(self._names)}"
         return StepRequest(name, chain, self.table(1), load=(0, hit.tokens), hit=hit)
 
     def store(self, chain: Chain) -> None:

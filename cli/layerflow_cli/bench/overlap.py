@@ -107,10 +107,10 @@ def _interleaved(worker: Worker, work: Compute, runs: int) -> dict[str, list[flo
 
 def _load(worker: Worker, chain: Any, work: Compute, bulk: bool) -> tuple[float, float]:
     """Wall time of a forward pass that loads its prefix, and the compute inside it."""
-    hit = worker.agent.lookup("load", chain)
+    name, hit = worker.look_up(chain)
     if hit.tokens < worker.tokens - 1:
         raise LayerflowError(f"the stored prompt was not found again: hit of {hit.tokens} tokens")
-    request = worker.loading(chain, hit)
+    request = worker.loading(chain, hit, name)
     spent: list[float] = []
     clock = time.perf_counter  # what the measurement itself does between two layers counts as exposed
     began = clock()

@@ -27,6 +27,7 @@ from layerflow_cli.options import ConfigFile, JsonFile, SettingItems, overrides
 
 if TYPE_CHECKING:
     from layerflow.config.settings import Settings
+    from layerflow.flow.cost import LinkCost
     from layerflow.sim.curve import CurvePoint
     from layerflow.sim.recorded import RecordedPrompts
     from layerflow.sim.simulation import Figures, Machine
@@ -97,17 +98,19 @@ def simulate(
 ) -> None:
     """Replay a trace of requests through layerflow's own core, pool and windows, under another configuration.
 
-    Models stand for what a machine does: links, compute, and an engine that batches continuously. What lies behind the
-    arena (disk, stores, peers) is not simulated.
+    A recording is replayed step by step: first what is predicted of its own configuration beside what was recorded,
+    then what --config, --set, --ram and --link change. Of other traces models stand for what a machine does: links,
+    compute, and an engine that batches continuously. What lies behind the arena (disk, stores, peers) is not simulated.
 
     \b
     Examples:
+      layerflow simulate monday.lfr --set transfer.prefetch_layers=1
       layerflow simulate trace.jsonl --model /models/Qwen3-8B --engines 8 --ram 512GiB --link 25GB/s --layer-us 0.8
       layerflow simulate trace.jsonl --model /models/Qwen3-8B --curve pool.size --ram 2TiB
       layerflow simulate monday.lfr --curve pool.size
     """
     from layerflow.config.settings import Settings, effective  # noqa: PLC0415 - `--help` stays quick
-    from layerflow.sim.recorded import is_recording, read_prompts  # noqa: PLC0415
+    from layerflow.sim.recorded import is_recording, prompts_of, read_run  # noqa: PLC0415
     from layerflow.sim.simulation import EVICTIONS, Machine  # noqa: PLC0415
     from layerflow.sim.trace import read_trace  # noqa: PLC0415
     from layerflow.sizing import capacity_of, read_config, shape_of  # noqa: PLC0415
@@ -124,15 +127,18 @@ def simulate(
     configured = Settings.load(file, given)
     output = CurveOutput(eviction, sample, html, json_file)
     if is_recording(trace):
-        if curve is None:
-            raise ConfigError(
-                f"{trace}: is a recording, of which hits can be simulated: add --curve pool.size; times are not yet"
-            )
         if model is not None or first or speed != 1.0:
             raise ConfigError(
                 f"{trace}: is a recording, and tells its own model and times: no --model, --first, --speed"
             )
-        prompts = read_prompts(trace)
+        if curve is None:
+            if any((flops, active_params, layer_us, engine_tokens, step_ms, engines != 1, tp != 1)):
+                raise ConfigError(f"{trace}: is a recording, and tells its own engines and compute")
+            if eviction != "s3fifo":
+                raise ConfigError(f"{trace}: --eviction {eviction} belongs to --curve, where a recording is replayed")
+            _replay(trace, file, given, link_cost(link, link_latency_us), json_file)
+            return
+        prompts = prompts_of(read_run(trace))
         origin = {row.key: row.origin for row in effective(file, given)}
         largest = configured.pool.size if origin["pool.size"] else 4 * prompts.arena_bytes
         _curve(prompts.trace, prompts.spec, largest, output, prompts)
@@ -162,6 +168,16 @@ def simulate(
         eviction=eviction,
     )
     _run(machine, configured, requests, seed, json_file)
+
+
+def _replay(
+    trace: Path, file: Path | None, given: dict[str, Any], link: LinkCost | None, json_file: Path | None
+) -> None:
+    from layerflow.sim.replay import Replay  # noqa: PLC0415
+    from layerflow_cli.replay_view import show_replay  # noqa: PLC0415
+
+    replay = Replay.read(trace)
+    show_replay(replay, replay.configured(file, given) if file is not None or given else None, link, json_file)
 
 
 def _of_speed(trace: RequestTrace, first: int, speed: float) -> RequestTrace:

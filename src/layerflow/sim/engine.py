@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from layerflow.flow.cost import ComputeCost, LinkCost, Mode, ModeInputs, attention_pairs, choose
 from layerflow.keys import object_keys
 from layerflow.objects import object_bytes
 from layerflow.pool.base import NewObject
 from layerflow.sim.clock import VirtualClock
+from layerflow.sim.forward import ForwardPass
 from layerflow.sim.server import ROOT, SimulatedServer, WantedLoad
 from layerflow.sim.trace import TracedRequest
 from layerflow.sim.worker import SimulatedLoads, SimulatedWorker
@@ -143,23 +144,15 @@ class OwnCache:
 
 
 @dataclass(slots=True, eq=False)
-class ForwardPass:
-    """One step on its way through the layers.
+class EngineStep:
+    """One step: requests, and how many tokens of each are computed.
 
-    :param work: requests, and how many tokens of each are computed.
-    :param layer_s: compute time of one layer.
-    :ivar asked_at: since when it waits for its layer's loads.
+    :param forward: its way through the layers.
     """
 
-    number: int
     work: list[tuple[RunningRequest, int]]
-    layer_s: float
-    layer: int = 0
-    asked_at: float = 0.0
-    waits: bool = False
-    loads: list[tuple[SimulatedWorker, SimulatedLoads]] = field(default_factory=list)
-    loading: list[RunningRequest] = field(default_factory=list)
-    opened: list[SimulatedWorker] = field(default_factory=list)
+    loading: list[RunningRequest]
+    forward: ForwardPass
 
 
 @dataclass(slots=True, eq=False)
@@ -213,7 +206,7 @@ class SimulatedEngine:
         self._waiting: deque[RunningRequest] = deque()
         self._running: list[RunningRequest] = []
         self._in_bulk = 0
-        self._pass: ForwardPass | None = None
+        self._pass: EngineStep | None = None
         self._decodes: Decodes | None = None
         self._numbers = 0
         self._chunk = spec.chunk_tokens
@@ -255,16 +248,25 @@ class SimulatedEngine:
         pairs = sum([attention_pairs(n, running.computed) for running, n in work])
         cost = self._model.compute
         self._numbers += 1
-        step = ForwardPass(self._numbers, work, cost.fixed + tokens * cost.token + pairs * cost.pair)
-        step.loading = loading
-        self._pass = step
+        layers = self._spec.num_layers
+        layer_s = cost.fixed + tokens * cost.token + pairs * cost.pair
+
+        def exposed(waited: float) -> None:
+            self.exposed_s += waited
+            for running in loading:
+                running.exposed_s += waited
+
+        def computed() -> None:
+            self._clock.at(self._clock.now + self._model.step_seconds, lambda: self._end(step))
+
+        forward = ForwardPass(self._clock, self._numbers, [layer_s] * layers, exposed=exposed, computed=computed)
+        step = self._pass = EngineStep(work, loading, forward)
         self._open(step)
-        begin = self._clock.now + (self._model.loading_seconds if step.loads else 0.0)
-        if step.opened:
-            self._clock.at(begin, lambda: self._reach(step))
+        begin = self._clock.now + (self._model.loading_seconds if forward.loads else 0.0)
+        if forward.opened:
+            self._clock.at(begin, forward.begin)
         else:
-            took = self._spec.num_layers * step.layer_s + self._model.step_seconds
-            self._clock.at(begin + took, lambda: self._end(step))
+            self._clock.at(begin + layers * layer_s + self._model.step_seconds, lambda: self._end(step))
 
     def _decode(self) -> None:
         """Every request takes a token a step, until the first has all of its tokens."""
@@ -321,12 +323,7 @@ class SimulatedEngine:
     def _look_up(self, running: RunningRequest) -> Mode:
         """How a request's hit is used; RECOMPUTE where there is none."""
         request, server, spec = running.request, self._server, self._spec
-        hit = server.lookup(spec, request.chunks, request.tokens, request.tail)
-        tokens = hit.tokens
-        for end, position in hit.ends(spec, request.tokens):
-            tail = hit.tails[position] if position >= 0 else None
-            if tail is None or (tail.chunk == len(request.chunks) and tail.digest == request.tail):
-                tokens = max(tokens, end)
+        tokens = server.longest_hit(spec, request.chunks, request.tokens, request.tail)
         running.hit_at_all = tokens
         running.saved = tokens // self._chunk  # what only this engine has is stored
         server.lease(self._lease(running), self._keys(running, 0, tokens))
@@ -379,7 +376,7 @@ class SimulatedEngine:
             size = spec.block_size
             keys = object_keys(digests, (group,), (worker.spec.shard,))
             counts = [-(-min(chunk, running.hit - at * chunk) // size) for at in range(first, first + len(digests))]
-            wanted.append(WantedLoad(running.name, self._lease(running), group, tuple(keys), tuple(counts)))
+            wanted.append(WantedLoad(running.name, self._lease(running), group, tuple(keys), sum(counts)))
         return wanted
 
     def _new_objects(self, running: RunningRequest, tokens: int, worker: SimulatedWorker) -> list[list[NewObject]]:
@@ -405,8 +402,9 @@ class SimulatedEngine:
             by_group.append(objects)
         return by_group
 
-    def _open(self, step: ForwardPass) -> None:
+    def _open(self, step: EngineStep) -> None:
         """Tell the server of what the step loads and saves, if anything."""
+        forward = step.forward
         saving = [(running, tokens) for running, tokens in step.work if running.prefills]
         for worker in self.workers:
             saves = [
@@ -416,12 +414,12 @@ class SimulatedEngine:
                 if objects
             ]
             loads = [load for running in step.loading for load in self._wanted(running, worker)]
-            there = self._open_at(worker, step.number, step.loading, loads, saves) if loads or saves else None
+            there = self._open_at(worker, forward.number, step.loading, loads, saves) if loads or saves else None
             if there is not None:
-                step.opened.append(worker)
+                forward.opened.append(worker)
             if there:
-                moving = self._load(worker, step.number, there, self._server.loads_over, lambda: self._look(step))
-                step.loads.append((worker, moving))
+                moving = self._load(worker, forward.number, there, self._server.loads_over, forward.look)
+                forward.loads.append((worker, moving))
         for running, tokens in saving:
             done = min((running.computed + tokens) // self._chunk, len(running.request.chunks))
             running.saved = max(running.saved, done)
@@ -464,42 +462,14 @@ class SimulatedEngine:
         """Let a worker begin to move what a step loads."""
         blocks: Counter[int] = Counter()
         for load in loads:
-            blocks[load.group] += sum(load.blocks)
+            blocks[load.group] += load.blocks
         deadline = self._clock.now + self._model.step_timeout_s
         return worker.load(step, blocks, deadline, over=lambda moved: over(worker, moved), layer_ready=layer_ready)
 
-    def _reach(self, step: ForwardPass) -> None:
-        """The pass has come to its next layer, which may have to wait for its loads."""
-        step.asked_at, step.waits = self._clock.now, True
-        for worker, loads in step.loads:
-            worker.advance(loads, step.layer)
-        self._look(step)
-
-    def _look(self, step: ForwardPass) -> None:
-        """Go on, if the layer that is waited for is in place, or will never be."""
-        if not step.waits or any(loads.ready <= step.layer and not loads.cut_off for _, loads in step.loads):
-            return
-        step.waits = False
-        waited = self._clock.now - step.asked_at
-        if waited:
-            self.exposed_s += waited
-            for running in step.loading:
-                running.exposed_s += waited
-        self._clock.at(self._clock.now + step.layer_s, lambda: self._computed(step))
-
-    def _computed(self, step: ForwardPass) -> None:
-        step.layer += 1
-        for worker in step.opened:
-            worker.computed(step.number, step.layer)
-        if step.layer < self._spec.num_layers:
-            self._reach(step)
-        else:
-            self._clock.at(self._clock.now + self._model.step_seconds, lambda: self._end(step))
-
-    def _end(self, step: ForwardPass) -> None:
+    def _end(self, step: EngineStep) -> None:
         now = self._clock.now
-        for worker in step.opened:
-            self._server.close_step(worker, step.number)
+        for worker in step.forward.opened:
+            self._server.close_step(worker, step.forward.number)
         self._pass = None
         for running, tokens in step.work:
             if running.load_failed:

@@ -1,16 +1,426 @@
-"""The prompts of a recording (:mod:`layerflow.recording`), to replay what its pool would have hit at other sizes."""
+"""What a recording (:mod:`layerflow.recording`) tells: its prompts, and the steps in which engines computed them."""
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+import msgspec
+
+from layerflow.config.settings import Settings
 from layerflow.errors import ConfigError
-from layerflow.recording.format import MAGIC, LookedUp, ModelSeen, SessionSeen, SettingsInForce, StepSeen
+from layerflow.flow.commands import LoadFailed
+from layerflow.flow.events import FetchOpened, LoadsMoved, StepClosed
+from layerflow.observe.trace import Span, unpack_spans
+from layerflow.recording.format import (
+    MAGIC,
+    Dropped,
+    LookedUp,
+    LookupsMissed,
+    ModelSeen,
+    PartSeen,
+    ServerSample,
+    SessionSeen,
+    SettingsInForce,
+    StepMeasured,
+    StepSeen,
+    StepSpans,
+    Told,
+    Wanted,
+)
 from layerflow.recording.reader import Recording
 from layerflow.sim.trace import RequestTrace, TracedRequest, numbered_digest
 from layerflow.spec import ModelSpec
+
+# A run: everything that was recorded of the model that most sessions cache.
+
+
+@dataclass(slots=True, eq=False)
+class RecordedPrompt:
+    """One prompt on its way through one engine, from its lookup to the last step that computed some of it.
+
+    :param at: when its lookup arrived. :param answered: when that was answered.
+    :param chunks: digests that stand for its full chunks. :param tail: for what they leave of it; empty = nothing.
+    :param hit: tokens that could be loaded, as the server answered.
+    :param asked: a lookup told all this. Else it was answered by its client, or never asked: what is known of it was
+        saved or loaded, and it is taken to have come when its first step opened.
+    :ivar passes: that loaded or computed some of it, in the order in which they opened.
+    """
+
+    engine: int
+    number: int
+    at: float
+    answered: float
+    tokens: int = 0
+    chunks: tuple[int, ...] = ()
+    tail: int = 0
+    hit: int = 0
+    asked: bool = False
+    passes: list[RecordedPass] = field(default_factory=list)
+
+    @property
+    def heard(self) -> float:
+        """When its engine heard the answer: the worker may open the first pass before the server has noted it."""
+        return min(self.answered, self.passes[0].opened) if self.passes else self.answered
+
+    @property
+    def timed(self) -> bool:
+        """Is it known what took time in its passes?"""
+        return bool(self.passes) and all(each.timed for each in self.passes)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Of its chunks, the tail's among them."""
+        return (*self.chunks, self.tail) if self.tail else self.chunks
+
+
+@dataclass(slots=True, eq=False)
+class RecordedStep:
+    """What one rank did of a pass.
+
+    :param loads: by its request's number, as :attr:`saves`.
+    :ivar closed: when the server was told of its end. :ivar moved: when its planned loads had ended.
+    """
+
+    opened: float
+    loads: tuple[PartSeen, ...]
+    saves: tuple[PartSeen, ...]
+    measured: StepMeasured | None = None
+    spans: list[Span] = field(default_factory=list)
+    closed: float = math.nan
+    moved: float = math.nan
+
+    def lane(self, name: str) -> list[Span]:
+        """Its spans of one lane, by start."""
+        return [span for span in self.spans if span.lane == name]
+
+
+@dataclass(eq=False)
+class RecordedPass:
+    """A forward pass of an engine, or loads ahead of one: the steps of equal number of its ranks.
+
+    :param ranks: steps by tensor-parallel rank.
+    """
+
+    number: int
+    ranks: dict[int, RecordedStep] = field(default_factory=dict)
+    prompts: list[RecordedPrompt] = field(default_factory=list)
+
+    @cached_property
+    def opened(self) -> float:
+        """When the first rank opened it."""
+        starts = [span.start for step in self.ranks.values() for span in step.spans]
+        return min([step.opened for step in self.ranks.values()] + starts)
+
+    @cached_property
+    def began(self) -> float:
+        """When it came to its first layer."""
+        asked = [span.start for step in self.ranks.values() for span in (*step.lane("wait"), *step.lane("compute"))]
+        return min(asked, default=self.opened)
+
+    @cached_property
+    def ended(self) -> float:
+        """When it had computed its last layer; loads ahead of a pass: when they were in place."""
+        computed = [span.stop for step in self.ranks.values() for span in step.lane("compute")]
+        if computed:
+            return max(computed)
+        name = "moved" if self.ahead else "closed"
+        return max([getattr(step, name) for step in self.ranks.values()], default=math.nan)
+
+    @cached_property
+    def ahead(self) -> bool:
+        """Does it only load, for a later pass to compute on?"""
+        return all(
+            step.loads and not step.saves and step.spans and not step.lane("compute") for step in self.ranks.values()
+        )
+
+    @cached_property
+    def timed(self) -> bool:
+        """Have all of its ranks told their spans? Else it is not known what took time in it."""
+        return all(step.spans for step in self.ranks.values()) and not math.isnan(self.ended)
+
+    @cached_property
+    def whole(self) -> bool:
+        """Did it wait for all of its loads before its first layer?"""
+        for step in self.ranks.values():
+            began = min([span.start for span in step.lane("compute")], default=-math.inf)
+            waits = [span for span in step.lane("wait") if span.stop <= began + _INSTANT]
+            if len({span.layer for span in waits if span.seconds > _INSTANT}) > 1:
+                return True
+        return False
+
+    @cached_property
+    def notices(self) -> dict[int, float]:
+        """By layer that was waited for, how long after its last byte the wait ended."""
+        found: dict[int, float] = {}
+        for step in self.ranks.values():
+            landed: dict[int, float] = {}
+            for span in step.lane("load"):
+                landed[span.layer] = max(landed.get(span.layer, 0.0), span.stop)
+            for span in step.lane("wait"):
+                if span.start <= landed.get(span.layer, 0.0) <= span.stop:
+                    found[span.layer] = max(found.get(span.layer, 0.0), span.stop - landed[span.layer])
+        return found
+
+    @cached_property
+    def layers(self) -> list[float]:
+        """Compute time of each layer; empty = not known.
+
+        Of several ranks the shortest: one that waits for its loads holds the others in their layers.
+        """
+        by_layer: dict[int, list[float]] = defaultdict(list)
+        for step in self.ranks.values():
+            for span in step.lane("compute"):
+                by_layer[span.layer].append(span.seconds)
+        return [min(by_layer[layer]) for layer in sorted(by_layer)]
+
+    @cached_property
+    def layer_s(self) -> float:
+        """Compute time of one layer, as the workers measured it; 0 = not known."""
+        told = [step.measured.layer_s for step in self.ranks.values() if step.measured is not None]
+        return min([seconds for seconds in told if seconds > 0.0], default=0.0)
+
+    @cached_property
+    def work(self) -> tuple[int, int]:
+        """New tokens and their context; zeros = not known."""
+        for step in self.ranks.values():
+            if step.measured is not None and step.measured.new_tokens:
+                return step.measured.new_tokens, step.measured.context_tokens
+        return 0, 0
+
+    @cached_property
+    def exposed_s(self) -> float:
+        """How long it waited for loads, on the rank that waited longest; nan = not known, or it loaded nothing."""
+        told = [
+            step.measured.load_exposed_s
+            for step in self.ranks.values()
+            if step.measured is not None and step.measured.load_bytes
+        ]
+        return max(told, default=math.nan)
+
+
+_INSTANT = 50e-6
+"""Waits shorter than this are none."""
+
+
+@dataclass(slots=True, eq=False)
+class RecordedEngine:
+    """One engine: its passes in the order in which they opened, and its prompts in the order of their lookups."""
+
+    number: int
+    name: str
+    ranks: set[int] = field(default_factory=set)
+    passes: list[RecordedPass] = field(default_factory=list)
+    prompts: list[RecordedPrompt] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class RecordedRun:
+    """A recording, read for one model: the one that had most prompts.
+
+    :param spec: of its first rank.
+    :param settings: that were in force at its end, as far as they are recorded; :param sections: and as they were.
+    :param changed: they were others before.
+    :param samples: how full the arena was. :param missed_tokens: of prompts that clients answered by themselves.
+    :param behind: something came from behind the arena, or from a peer. :param dropped: events that are missing.
+    :param others: prompts of other models were recorded, too. :param failed_loads: of requests.
+    """
+
+    name: str
+    spec: ModelSpec
+    engines: list[RecordedEngine]
+    settings: Settings
+    sections: dict[str, dict[str, Any]]
+    changed: bool
+    samples: list[ServerSample]
+    missed_tokens: int
+    behind: bool
+    dropped: int
+    others: bool
+    failed_loads: int
+
+    @property
+    def prompts(self) -> list[RecordedPrompt]:
+        """Of all engines, by arrival."""
+        return sorted((prompt for engine in self.engines for prompt in engine.prompts), key=lambda prompt: prompt.at)
+
+
+def is_recording(path: Path) -> bool:
+    """Does the file begin as a recording? What cannot be read does not."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+def read_run(path: Path) -> RecordedRun:
+    """Read what happened to the model that had most prompts.
+
+    Sessions whose specs differ in their tensor-parallel rank alone are ranks of one model.
+
+    :raises ConfigError: it cannot be read, or no prompt is in it.
+    """
+    reading = _Reading()
+    for record in Recording(path).records():
+        reading.take(record)
+    return reading.run(path)
+
+
+class _Reading:
+    """Puts a recording's records together."""
+
+    def __init__(self) -> None:
+        self._specs: dict[int, ModelSpec] = {}
+        self._sessions: dict[int, SessionSeen] = {}
+        self._engines: dict[tuple[ModelSpec, int], RecordedEngine] = {}
+        self._steps: dict[tuple[int, int], RecordedStep] = {}
+        self._passes: dict[tuple[ModelSpec, int, int], RecordedPass] = {}
+        self._prompts: dict[tuple[ModelSpec, int, int], RecordedPrompt] = {}
+        self._saved: dict[int, dict[int, int]] = {}  # by prompt: tokens of each chunk, of those that were never asked
+        self._settings: list[dict[str, Any]] = []
+        self._samples: list[ServerSample] = []
+        self._missed = self._dropped = self._failed = 0
+        self._behind = False
+
+    def take(self, record: Any) -> None:
+        match record:
+            case ModelSeen():
+                self._specs[record.model] = record.spec
+            case SessionSeen():
+                self._sessions[record.session] = record
+            case SettingsInForce():
+                if record.sections not in self._settings:
+                    self._settings.append(record.sections)
+            case LookedUp() if record.session in self._sessions:
+                self._looked_up(record)
+            case LookupsMissed():
+                self._missed += record.tokens
+            case StepSeen() if record.session in self._sessions:
+                self._step(record)
+            case StepMeasured() if (step := self._steps.get((record.session, record.step))) is not None:
+                step.measured = record
+            case StepSpans() if (step := self._steps.get((record.session, record.step))) is not None:
+                step.spans = unpack_spans(record.spans, record.at)
+            case Told():
+                self._told(record)
+            case Wanted():
+                self._failed += isinstance(record.command, LoadFailed)
+            case ServerSample():
+                self._samples.append(record)
+            case Dropped():
+                self._dropped += record.events
+
+    def _told(self, record: Any) -> None:
+        event = record.event
+        match event:
+            case StepClosed() if (step := self._steps.get((event.session, event.step))) is not None:
+                step.closed = record.at
+            case LoadsMoved() if (step := self._steps.get((event.session, event.step))) is not None:
+                step.moved = record.at
+            case FetchOpened():
+                self._behind = True
+
+    def _engine(self, session: SessionSeen) -> tuple[ModelSpec, RecordedEngine, int]:
+        """The model's spec as its first rank has it, the engine, and the session's rank."""
+        spec = self._specs[session.model]
+        rank = spec.shard.tp_rank
+        spec = msgspec.structs.replace(spec, shard=msgspec.structs.replace(spec.shard, tp_rank=0))
+        key = spec, session.engine
+        if key not in self._engines:
+            self._engines[key] = RecordedEngine(session.engine, session.name)
+        return spec, self._engines[key], rank
+
+    def _looked_up(self, record: LookedUp) -> None:
+        spec, engine, _ = self._engine(self._sessions[record.session])
+        key = spec, engine.number, record.request
+        prompt = self._prompts.get(key)
+        if prompt is None or prompt.passes:  # else it is asked again, before its turn
+            prompt = self._prompts[key] = RecordedPrompt(engine.number, record.request, record.at, record.answered)
+            engine.prompts.append(prompt)
+        prompt.answered, prompt.asked, prompt.hit = record.answered, True, record.hit
+        prompt.tokens, prompt.chunks, prompt.tail = record.tokens, record.chunks, record.tail
+        self._behind = self._behind or record.resident < record.objects
+
+    def _step(self, record: StepSeen) -> None:
+        session = self._sessions[record.session]
+        spec, engine, rank = self._engine(session)
+        engine.ranks.add(rank)
+        step = self._steps[record.session, record.step] = RecordedStep(record.at, record.loads, record.saves)
+        key = spec, engine.number, record.step
+        made = self._passes.get(key)
+        if made is None or rank in made.ranks:  # a worker that came back counts anew
+            made = self._passes[key] = RecordedPass(record.step)
+            engine.passes.append(made)
+        made.ranks[rank] = step
+        for part in (*record.loads, *record.saves):
+            prompt = self._prompt(spec, engine, part, record)
+            if prompt not in made.prompts:
+                made.prompts.append(prompt)
+                prompt.passes.append(made)
+
+    def _prompt(self, spec: ModelSpec, engine: RecordedEngine, part: PartSeen, record: StepSeen) -> RecordedPrompt:
+        key = spec, engine.number, part.request
+        prompt = self._prompts.get(key)
+        if prompt is None:
+            prompt = self._prompts[key] = RecordedPrompt(engine.number, part.request, record.at, record.at)
+            engine.prompts.append(prompt)
+        if not prompt.asked and part.group == 0:
+            saved = self._saved.setdefault(id(prompt), {})
+            counts = part.tokens if part in record.saves else (0,) * len(part.chunks)
+            saved.update({chunk: held or spec.chunk_tokens for chunk, held in zip(part.chunks, counts, strict=True)})
+            prompt.tokens = sum(saved.values())
+            prompt.chunks = tuple(chunk for chunk, held in saved.items() if held == spec.chunk_tokens)
+            prompt.tail = next((chunk for chunk, held in saved.items() if held != spec.chunk_tokens), 0)
+        return prompt
+
+    def run(self, path: Path) -> RecordedRun:
+        counts = Counter({spec: 0 for spec, _ in self._engines})
+        for (spec, _), engine in self._engines.items():
+            counts[spec] += len(engine.prompts)
+        if not any(counts.values()):
+            raise ConfigError(f"{path}: no prompt was looked up or saved while it was recorded; record for longer")
+        [(spec, most)] = counts.most_common(1)
+        engines = [engine for (of, _), engine in self._engines.items() if of == spec and engine.prompts]
+        for engine in engines:
+            engine.passes.sort(key=lambda each: each.opened)
+            for prompt in engine.prompts:
+                prompt.passes.sort(key=lambda each: each.opened)
+        sections = self._settings[-1] if self._settings else {}
+        return RecordedRun(
+            path.name,
+            spec,
+            engines,
+            Settings(**sections),
+            sections,
+            len(self._settings) > 1,
+            self._samples,
+            self._missed,
+            self._behind,
+            self._dropped,
+            most < counts.total(),
+            self._failed,
+        )
+
+
+def last_pass(prompt: RecordedPrompt) -> RecordedPass | None:
+    """The last pass that loaded or computed some of a prompt; later ones only saved what was decoded."""
+    own = {*prompt.chunks, prompt.tail}
+    last = None
+    for each in prompt.passes:
+        for step in each.ranks.values():
+            loads = any(part.request == prompt.number for part in step.loads)
+            saves = any(part.request == prompt.number and not own.isdisjoint(part.chunks) for part in step.saves)
+            if loads or saves:
+                last = each
+    return last
+
+
+# Its prompts alone, to replay what its pool would have hit at other sizes.
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,80 +438,22 @@ class RecordedPrompts:
     hit_tokens: int
 
 
-@dataclass(slots=True)
-class _Prompt:
-    at: float
-    tokens: int = 0
-    chunks: tuple[int, ...] = ()
-    tail: int = 0
-    hit: int = 0
-    saved: dict[int, int] = field(default_factory=dict)
+def prompts_of(run: RecordedRun) -> RecordedPrompts:
+    """Take the prompts.
 
-
-def is_recording(path: Path) -> bool:
-    """Does the file begin as a recording? What cannot be read does not."""
-    try:
-        with path.open("rb") as file:
-            return file.read(len(MAGIC)) == MAGIC
-    except OSError:
-        return False
-
-
-def read_prompts(path: Path) -> RecordedPrompts:
-    """Take the prompts of the model that had most of them.
-
-    A prompt is what its last lookup told. Of those that a client answered by itself, from the table of what is stored,
-    only what was saved is known: they hit nothing.
-
-    :raises ConfigError: it cannot be read, or no prompt is in it.
+    Of those that a client answered by itself, from the table of what is stored, only what was saved is known: they hit
+    nothing.
     """
-    specs: dict[int, ModelSpec] = {}
-    models: dict[int, int] = {}
-    found: dict[tuple[int, int], _Prompt] = {}
-    arena_bytes = 0
-    for record in Recording(path).records():
-        match record:
-            case ModelSeen():
-                specs[record.model] = record.spec
-            case SessionSeen():
-                models[record.session] = record.model
-            case SettingsInForce():
-                arena_bytes = int(record.sections["pool"]["size"])
-            case LookedUp() if record.session in models:
-                prompt = found.setdefault((models[record.session], record.request), _Prompt(record.at))
-                prompt.tokens, prompt.chunks, prompt.tail = record.tokens, record.chunks, record.tail
-                prompt.hit = record.hit
-            case StepSeen() if record.session in models:
-                model = models[record.session]
-                for part in record.saves:
-                    prompt = found.setdefault((model, part.request), _Prompt(record.at))
-                    if part.group == 0:
-                        prompt.saved.update(zip(part.chunks, part.tokens, strict=True))
-    if not found:
-        raise ConfigError(f"{path}: no prompt was looked up or saved while it was recorded; record for longer")
-    [(model, _)] = Counter(model for model, _ in found).most_common(1)
-    spec = specs[model]
-    requests: list[TracedRequest] = []
-    hit_tokens = 0
-    begin = min(prompt.at for prompt in found.values())
-    for (of, _), prompt in found.items():
-        if of != model:
-            continue
-        request = _request(prompt, len(requests), prompt.at - begin, spec.chunk_tokens)
-        if request is not None:
-            requests.append(request)
-            hit_tokens += prompt.hit
-    requests.sort(key=lambda request: request.at)
-    trace = RequestTrace(path.name, tuple(requests), spec.chunk_tokens)
-    return RecordedPrompts(trace, spec, arena_bytes, hit_tokens)
+    prompts = [prompt for prompt in run.prompts if prompt.tokens > 0]
+    begin = prompts[0].at
+    requests = tuple(
+        TracedRequest(number, prompt.at - begin, prompt.tokens, 1, *digests(prompt))
+        for number, prompt in enumerate(prompts)
+    )
+    trace = RequestTrace(run.name, requests, run.spec.chunk_tokens)
+    return RecordedPrompts(trace, run.spec, run.settings.pool.size, sum(prompt.hit for prompt in prompts))
 
 
-def _request(prompt: _Prompt, number: int, at: float, chunk_tokens: int) -> TracedRequest | None:
-    tokens, chunks, tail = prompt.tokens, prompt.chunks, prompt.tail
-    if not tokens:
-        tokens = sum(prompt.saved.values())
-        chunks = tuple(chunk for chunk, held in prompt.saved.items() if held == chunk_tokens)
-    if tokens < 1:
-        return None
-    digests = tuple(map(numbered_digest, chunks))
-    return TracedRequest(number, at, tokens, 1, digests, numbered_digest(tail) if tail else b"")
+def digests(prompt: RecordedPrompt) -> tuple[tuple[bytes, ...], bytes]:
+    """Digests that stand for its full chunks, and for its tail."""
+    return tuple(map(numbered_digest, prompt.chunks)), numbered_digest(prompt.tail) if prompt.tail else b""

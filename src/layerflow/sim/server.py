@@ -44,14 +44,14 @@ class WantedLoad:
     """What of a request's hit a step loads, of one group.
 
     :param lease: who has leased the hit.
-    :param blocks: of each object, so many.
+    :param blocks: of all these objects together.
     """
 
     request: str
     lease: Owner
     group: int
     keys: tuple[bytes, ...]
-    blocks: tuple[int, ...]
+    blocks: int
 
 
 @dataclass(slots=True)
@@ -101,6 +101,16 @@ class SimulatedServer:
         """The longest hit of a prompt: of all groups and shards, one token left to compute."""
         self.pool.expire(self._clock.now)
         return find_hit(self.pool, spec, ROOT, list(chunks), tokens, tail_digest=tail)
+
+    def longest_hit(self, spec: ModelSpec, chunks: Sequence[bytes], tokens: int, tail: bytes) -> int:
+        """Tokens of the longest hit of a prompt, its own tail's among them."""
+        hit = self.lookup(spec, chunks, tokens, tail)
+        longest = hit.tokens
+        for end, position in hit.ends(spec, tokens):
+            found = hit.tails[position] if position >= 0 else None
+            if found is None or (found.chunk == len(chunks) and found.digest == tail):
+                longest = max(longest, end)
+        return longest
 
     def lease(self, owner: Owner, keys: Sequence[bytes]) -> None:
         """Pin what a hit needs until its step opens, or the lease ends."""
@@ -155,7 +165,7 @@ class SimulatedServer:
                 parts.append(Part(request, group, sum(new.blocks for new in mine)))
                 book.saves.append([new.key for new in mine])
         self._steps[worker.session, step] = book
-        loaded = tuple(Part(load.request, load.group, sum(load.blocks)) for load in loads)
+        loaded = tuple(Part(load.request, load.group, load.blocks) for load in loads)
         self.handle(
             StepOpened(worker.session, step, deadline, save_deadline, loaded, tuple(parts), planned=bool(loaded))
         )

@@ -23,7 +23,7 @@ from layerflow.sim.kinds import refuse_kinds
 from layerflow.sim.lru import Lru
 from layerflow.sim.server import SimulatedServer
 from layerflow.sim.trace import RequestTrace
-from layerflow.sim.worker import SimulatedLink, SimulatedWorker
+from layerflow.sim.worker import LinkTimes, SimulatedLink, SimulatedWorker
 from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
 
 EVICTIONS: dict[str, Callable[[], EvictionPolicy[DirectoryEntry]]] = {"s3fifo": S3Fifo, "lru": Lru}
@@ -168,8 +168,8 @@ def _engine(
             window=WindowCaps(terms.window_bytes, terms.prefetch_layers),
             stagger_us=terms.stagger_us,
             links=(
-                SimulatedLink(machine.load, machine.batch_seconds),
-                SimulatedLink(machine.save, machine.batch_seconds),
+                SimulatedLink(LinkTimes(machine.load, machine.batch_seconds)),
+                SimulatedLink(LinkTimes(machine.save, machine.batch_seconds)),
             ),
             saved=server.saved,
         )

@@ -14,25 +14,71 @@ from layerflow.sim.clock import VirtualClock
 from layerflow.spec import ModelSpec
 
 
+@dataclass(frozen=True, slots=True)
+class LinkTimes:
+    """What one direction of a link takes for a batch.
+
+    :param cost: of its bytes. Latencies of batches behind each other overlap.
+    :param batch_seconds: that a batch takes, whatever it carries. :param block_seconds: and for each of its blocks.
+    :param beside: so many times as long a batch takes that begins while the other direction moves something.
+    """
+
+    cost: LinkCost
+    batch_seconds: float = 0.0
+    block_seconds: float = 0.0
+    beside: float = 1.0
+
+    def passing(self, nbytes: int, blocks: int) -> float:
+        """Seconds for which a batch has the link to itself."""
+        return self.batch_seconds + blocks * self.block_seconds + nbytes / self.cost.bandwidth
+
+
 class SimulatedLink:
     """One direction of a link: batches pass one after the other; latencies overlap.
 
-    :param batch_seconds: what a lane spends on a batch, whatever it carries.
-
     :ivar busy: seconds in which something passed. :ivar free_at: when all that was sent has passed.
+    :ivar other: the other direction, which may slow this one down.
     """
 
-    def __init__(self, cost: LinkCost, batch_seconds: float) -> None:
-        self._cost, self._batch_seconds = cost, batch_seconds
+    def __init__(self, times: LinkTimes) -> None:
+        self._times = times
         self.free_at = 0.0
         self.busy = 0.0
+        self.other: SimulatedLink | None = None
 
-    def send(self, nbytes: int, now: float) -> float:
-        """When the last byte of a batch that is sent now has arrived."""
-        took = self._batch_seconds + nbytes / self._cost.bandwidth
-        self.free_at = max(now, self.free_at) + took
+    def send(self, nbytes: int, blocks: int, now: float, slowdown: float | None = None) -> float:
+        """When the last byte of a batch that is sent now has arrived.
+
+        :param slowdown: so many times as long it takes, its latency included; None = what the link takes.
+        """
+        begins = max(now, self.free_at)
+        took = self._times.passing(nbytes, blocks) * (1.0 if slowdown is None else slowdown)
+        if self.other is not None and self.other.free_at > begins:
+            took *= self._times.beside
+        self.free_at = begins + took
         self.busy += took
-        return self.free_at + self._cost.latency
+        return self.free_at + (self._times.cost.latency if slowdown is None else 0.0)
+
+
+@dataclass(slots=True, eq=False)
+class LoadNoise:
+    """What was one step's own on its rank: how its loads went beside what is fitted. By layer.
+
+    :param slowdown: so many times as long as they would pass its batches take, their latency included.
+    :param begins: while it is calibrated: when its first batch began, in seconds behind the step's opening.
+
+    :ivar lags: how much later than it could its first batch begins: the lane came late.
+    """
+
+    slowdown: Mapping[int, float] = field(default_factory=dict)
+    begins: Mapping[int, float] = field(default_factory=dict)
+    lags: dict[int, float] = field(default_factory=dict)
+
+    def lag(self, layer: int, could: float, opened: float) -> float:
+        """How long the layer's first batch, which could begin now, is still to wait."""
+        if layer in self.begins:
+            self.lags[layer] = max(0.0, opened + self.begins[layer] - could)
+        return self.lags.get(layer, 0.0)
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +87,8 @@ class SimulatedLoads:
 
     :param over: told once nothing of them moves any more: bytes in place.
     :param layer_ready: told of each layer that is in place.
+    :param next_layer: of each layer with something to load, the next such layer; behind the last, the number of layers.
+    :param opened: when they were asked for. :param noise: of these loads alone.
 
     :ivar ready: layers below this one are in place, or have nothing to load.
     """
@@ -50,6 +98,9 @@ class SimulatedLoads:
     deadline: float
     over: Callable[[SimulatedLoads], None]
     layer_ready: Callable[[], None]
+    next_layer: Mapping[int, int]
+    opened: float = 0.0
+    noise: LoadNoise = field(default_factory=LoadNoise)
     frontier: int = -1
     ready: int = 0
     moved: int = 0
@@ -94,6 +145,7 @@ class SimulatedWorker:
     ) -> None:
         self.spec, self.session = spec, session
         self.loads, self.saves = links
+        self.loads.other, self.saves.other = self.saves, self.loads
         self._clock = clock
         self._caps = caps
         self._window = Window[SimulatedLoads](window)
@@ -121,14 +173,27 @@ class SimulatedWorker:
         *,
         over: Callable[[SimulatedLoads], None],
         layer_ready: Callable[[], None],
+        noise: LoadNoise | None = None,
+        lag: float = 0.0,
     ) -> SimulatedLoads:
-        """Begin to load so many blocks of each group."""
+        """Begin to load so many blocks of each group, `lag` seconds from now."""
         layers = [layer for layer in self._layers if blocks.get(layer.group)]
-        loads = SimulatedLoads(step, LayerCursor(layers, blocks), deadline, over, layer_ready)
+        numbers = [layer.layer for layer in layers]
+        next_layer = dict(zip(numbers, [*numbers[1:], len(self._layers)], strict=True))
+        loads = SimulatedLoads(step, LayerCursor(layers, blocks), deadline, over, layer_ready, next_layer)
+        loads.opened, loads.ready = self._clock.now, numbers[0]
+        if noise is not None:
+            loads.noise = noise
         self._loading[step] = loads
+        if lag > 0.0:
+            self._clock.at(self._clock.now + lag, lambda: self._enter(loads))
+        else:
+            self._enter(loads)
+        return loads
+
+    def _enter(self, loads: SimulatedLoads) -> None:
         self._window.add(loads)
         self._pump()
-        return loads
 
     def advance(self, loads: SimulatedLoads, layer: int) -> None:
         """The engine has reached a layer."""
@@ -142,6 +207,7 @@ class SimulatedWorker:
             loads.cut_off = True
             loads.layer_ready()
             self._pump()
+            self._end(loads)  # what has not begun is in no window yet
 
     def _pump(self) -> None:
         while self._take():
@@ -159,7 +225,13 @@ class SimulatedWorker:
                     left = (loads.deadline - now) / (self.spec.num_layers - batch.layer + 1)
                     begin = self._stagger.begin(batch.layer, now, left)
                 loads.in_flight += 1
-                arrives = self.loads.send(batch.extent.nbytes, begin)
+                extent = batch.extent
+                noise = loads.noise
+                slower = noise.slowdown.get(batch.layer)
+                if not (extent.lo or extent.byte_lo):
+                    begin = max(begin, self.loads.free_at)
+                    begin += noise.lag(batch.layer, begin, loads.opened)
+                arrives = self.loads.send(extent.nbytes, extent.hi - extent.lo, begin, slower)
                 self._clock.at(arrives, _Landing(self, loads, batch))
         for loads in exhausted:
             self._end(loads)
@@ -171,7 +243,7 @@ class SimulatedWorker:
         loads.moved += batch.extent.nbytes
         self._window.landed(batch.extent.nbytes)
         if batch.seals:
-            loads.ready = batch.layer + 1
+            loads.ready = loads.next_layer[batch.layer]
             loads.layer_ready()
         self._pump()
         self._end(loads)
@@ -219,7 +291,8 @@ class SimulatedWorker:
             if saves.waiting and saves.waiting[0].layer < saves.computed:
                 batch = saves.waiting.popleft()
                 self._saves_move = True
-                self._clock.at(self.saves.send(batch.nbytes, self._clock.now), _Saved(self, batch))
+                arrives = self.saves.send(batch.nbytes, batch.hi - batch.lo, self._clock.now)
+                self._clock.at(arrives, _Saved(self, batch))
                 return
 
     def stored(self, batch: Submit) -> None:

@@ -1,0 +1,249 @@
+"""A recording replayed in virtual time: its own steps, in their order, under its own configuration or another one.
+
+The core, the pool, the search for hits and the window of a load lane are the server's and the agent's own code. What
+a machine takes comes from the recording: links and compute are fitted (:mod:`layerflow.sim.fit`), and each step keeps
+what was its own: its layers' times as far as it computes the same tokens, how much slower than the fit its copies
+were, and how long its engine took before and behind it. So configurations are compared under the same noise.
+
+Lookups come when they were recorded, however quick an engine is then; those in the middle of a pass stay there. What a
+hit is longer or shorter than it was is computed less or more, in the pass that loads it: an engine's limit of tokens in
+a pass is not known. Passes that moved nothing are part of the time between others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+from layerflow.config.settings import Settings
+from layerflow.flow.cost import LinkCost
+from layerflow.sim.recorded import RecordedRun, last_pass, read_run
+from layerflow.sim.rerun import Fitted, ReplayFigures, Rerun, Sample
+
+CLOSE: Final = 0.15
+"""A time that is predicted within this share of what was recorded is believed."""
+
+CLOSE_HITS: Final = 0.02
+"""Hit tokens, as a share of all prompt tokens."""
+
+INSTANT_S: Final = 0.5e-3
+"""Times that differ by less than this do not differ: threads wake up that late."""
+
+JUDGED: Final = frozenset(
+    {
+        "pool.size",
+        "pool.lease_ms",
+        "pool.lease_share",
+        "pool.link_gbps",
+        "pool.link_latency_us",
+        "transfer.mode",
+        "transfer.prefetch_layers",
+        "transfer.max_transfer_blocks",
+        "transfer.max_transfer_bytes",
+        "transfer.max_inflight_bytes",
+        "transfer.save_backlog_bytes",
+        "transfer.h2d_stagger_us",
+        "transfer.step_timeout_ms",
+        "transfer.save_timeout_ms",
+    }
+)
+"""The keys whose effect a replay shows. Of ``pool.link_gbps`` that of an emulated link."""
+
+FEW: Final = 10
+"""Evictions that differ by fewer do not differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrustRow:
+    """One figure of the recording, beside its prediction.
+
+    :param name: with its unit.
+    :param predicted: each step with the noise that it was recorded with. :param fitted: no step with any: what the
+        fitted link and compute alone say.
+    :param alike: is `predicted` near enough for another configuration to be believed?
+    """
+
+    name: str
+    recorded: float
+    predicted: float
+    fitted: float
+    alike: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """How far a recording's replay can be believed.
+
+    :param reasons: what stands against it whatever the figures are.
+    """
+
+    rows: tuple[TrustRow, ...]
+    reasons: tuple[str, ...]
+
+    @property
+    def trusted(self) -> bool:
+        """May anything be recommended?"""
+        return not self.reasons and all(row.alike for row in self.rows)
+
+
+class Replay:
+    """A recording, and what another configuration would have done with it.
+
+    ``Replay.read(path).under(settings)`` is one simulation, some seconds of it for an hour. :attr:`trust` says whether
+    to believe it, :attr:`recorded` what was, :attr:`own` what is predicted of the recording's own configuration:
+    compare with that, not with what was recorded.
+
+    :param run: what was recorded.
+    :raises ConfigError: no step of it can be timed.
+
+    :ivar fitted: what the machine was found to take.
+    """
+
+    def __init__(self, run: RecordedRun) -> None:
+        self.run = run
+        self.fitted = Fitted.of(run)
+        self.fitted.calibrate(run)
+
+    @classmethod
+    def read(cls, path: Path) -> Replay:
+        """Read a recording.
+
+        :raises ConfigError: it cannot be read, or nothing in it can be timed.
+        """
+        return cls(read_run(path))
+
+    @property
+    def settings(self) -> Settings:
+        """Those that were in force."""
+        return self.run.settings
+
+    @cached_property
+    def recorded(self) -> ReplayFigures:
+        """What was."""
+        begin = self.fitted.begin
+        exposed, prefill, hits = [], [], []
+        for engine in self.run.engines:
+            exposed += [
+                Sample(each.opened - begin, each.exposed_s)
+                for each in engine.passes
+                if each.timed and not each.ahead and not math.isnan(each.exposed_s)
+            ]
+            for prompt in engine.prompts:
+                hits.append(Sample(prompt.at - begin, prompt.hit))
+                last = last_pass(prompt)
+                if prompt.asked and last is not None and prompt.timed:
+                    prefill.append(Sample(prompt.at - begin, max(0.0, last.ended - prompt.heard)))
+        samples = self.run.samples
+        return ReplayFigures(
+            exposed_s=tuple(sorted(exposed)),
+            prefill_s=tuple(sorted(prefill)),
+            hit_tokens=tuple(sorted(hits)),
+            tokens=sum(prompt.tokens for prompt in self.run.prompts),
+            evictions=samples[-1].evictions - samples[0].evictions if samples else 0,
+            sheds=samples[-1].shed - samples[0].shed if samples else 0,
+            failed_loads=self.run.failed_loads,
+        )
+
+    @cached_property
+    def own(self) -> ReplayFigures:
+        """What is predicted of the configuration that was in force."""
+        return self.under(self.run.settings)
+
+    @cached_property
+    def trust(self) -> Trust:
+        """The recording beside :attr:`own`."""
+        was, told = self.recorded, self.own
+        alone = self.under(self.run.settings, residuals=False)
+        rows = [
+            TrustRow(
+                "hit tokens (%)",
+                was.hit_rate * 100,
+                told.hit_rate * 100,
+                alone.hit_rate * 100,
+                _hits_alike(was, told),
+            ),
+            TrustRow(
+                "evictions", was.evictions, told.evictions, alone.evictions, _alike(was.evictions, told.evictions, FEW)
+            ),
+        ]
+        for name, of in (("exposed per step", "exposed"), ("prefill", "prefill")):
+            for which, quantile in (("median", "p50"), ("p99", "p99")):
+                one, other, fitted = (getattr(getattr(each, of), quantile) for each in (was, told, alone))
+                alike = _alike(one, other, INSTANT_S)
+                rows.append(TrustRow(f"{name}, {which} (ms)", one * 1e3, other * 1e3, fitted * 1e3, alike))
+        return Trust(tuple(rows), tuple(self._reasons()))
+
+    def _reasons(self) -> Iterator[str]:
+        run = self.run
+        if run.changed:
+            yield "settings have changed while it was recorded; record each configuration by itself"
+        if run.behind:
+            yield "some of it came from behind the arena or from another server, which is not simulated"
+        if run.dropped:
+            yield f"{run.dropped:,} events are missing in it"
+        if run.others:
+            yield "other models shared its pool, and their prompts are not replayed"
+
+    def configured(self, file: Path | None, given: Mapping[str, Any]) -> Settings:
+        """Another configuration: a file as a server would take it, or the recorded one but for what is given.
+
+        :param given: ``{"pool.size": "4GiB"}``.
+        :raises ConfigError: see :meth:`layerflow.config.settings.Settings.load`.
+        """
+        if file is not None:
+            return Settings.load(file, given)
+        recorded = {
+            f"{section}.{key}": value
+            for section in ("pool", "transfer")
+            for key, value in self.run.sections.get(section, {}).items()
+        }
+        return Settings.load(None, {**recorded, **given})
+
+    def unjudged(self, settings: Settings) -> list[str]:
+        """Keys of the pool and of transfers that differ from the recorded ones, and have no effect on a replay."""
+        return sorted(
+            f"{section}.{key}"
+            for section in ("pool", "transfer")
+            for key in type(getattr(settings, section)).model_fields
+            if getattr(getattr(settings, section), key) != getattr(getattr(self.settings, section), key)
+            and f"{section}.{key}" not in JUDGED
+        )
+
+    def under(
+        self,
+        settings: Settings,
+        *,
+        link: LinkCost | None = None,
+        residuals: bool = True,
+        validate: bool = False,
+    ) -> ReplayFigures:
+        """Replay it under settings. Equal arguments, equal figures.
+
+        What is used of a hit, and how, is what was recorded, unless ``transfer.mode`` is another one or the prompt hit
+        nothing then: the costs that were fitted decide.
+
+        :param link: instead of the fitted link of loads and saves.
+        :param residuals: each step keeps what its own layers, copies and waits took beside the fit; else all take what
+            is fitted, so that it tells how good the fit is.
+        :param validate: check the core's and the pool's invariants as it goes; slow.
+        """
+        return Rerun(
+            self.run,
+            self.fitted,
+            settings,
+            link=link,
+            residuals=residuals,
+            validate=validate,
+        ).figures()
+
+
+def _alike(one: float, other: float, instant: float) -> bool:
+    return abs(one - other) <= max(CLOSE * one, instant)
+
+
+def _hits_alike(one: ReplayFigures, other: ReplayFigures) -> bool:
+    return abs(one.hit_rate - other.hit_rate) <= min(CLOSE_HITS, CLOSE * one.hit_rate)

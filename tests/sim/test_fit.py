@@ -1,0 +1,84 @@
+"""What a machine takes comes back from what was recorded of it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from layerflow.flow.cost import ComputeCost, LinkCost
+from layerflow.sim.fit import MovedBatch, fit_compute, fit_link, slowdowns
+from layerflow.sim.worker import LinkTimes
+
+
+def lane(
+    times: LinkTimes, *, count: int = 60, noise: float = 0.0, seed: int = 1, beside: bool = False
+) -> list[MovedBatch]:
+    """Batches of many sizes, now and then with a pause between them."""
+    draws = random.Random(seed)
+    now, made = 0.0, []
+    for _ in range(count):
+        blocks = draws.randint(1, 400)
+        nbytes = blocks * draws.choice([4096, 16384])
+        took = times.passing(nbytes, blocks) * (times.beside if beside else 1.0) * (1 + draws.uniform(-noise, noise))
+        first = not made or draws.random() < 0.5
+        begin = now + (0.01 if first else 0.0)
+        now = begin + took + (times.cost.latency if first else 0.0)
+        made.append(MovedBatch(begin, now, nbytes, blocks, beside=beside))
+    return made
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        LinkTimes(LinkCost(10e9, 0.0)),
+        LinkTimes(LinkCost(1e9, 200e-6), 50e-6),
+        LinkTimes(LinkCost(2e9, 0.0), 20e-6, 1e-6),
+    ],
+)
+def test_a_links_terms_come_back(times: LinkTimes):
+    found = fit_link([lane(times), lane(times, seed=2)])
+    assert found is not None
+    assert found.cost.bandwidth == pytest.approx(times.cost.bandwidth, rel=1e-3)
+    for name in ("batch_seconds", "block_seconds"):
+        assert getattr(found, name) == pytest.approx(getattr(times, name), rel=1e-3, abs=1e-8)
+    assert found.cost.latency == pytest.approx(times.cost.latency, rel=1e-3, abs=1e-8)
+
+
+def test_noise_and_a_pause_do_not_lead_astray():
+    times = LinkTimes(LinkCost(1e9, 0.0))
+    batches = lane(times, noise=0.1)
+    found = fit_link([[*batches, MovedBatch(99.0, 104.0, 4096, 1)]])
+    assert found is not None and found.passing(1 << 20, 64) == pytest.approx(times.passing(1 << 20, 64), rel=0.05)
+
+
+def test_a_link_is_slower_beside_the_other_direction():
+    times = LinkTimes(LinkCost(1e9, 0.0), beside=1.7)
+    found = fit_link([lane(times), lane(times, beside=True)])
+    assert found is not None and found.beside == pytest.approx(1.7, rel=0.01)
+
+
+def test_batches_of_one_size_tell_a_rate_and_too_few_tell_nothing():
+    same = [MovedBatch(at * 1e-3, at * 1e-3 + 1e-3, 1 << 20, 64) for at in range(9)]
+    found = fit_link([same])
+    assert found is not None and found.cost.bandwidth == pytest.approx((1 << 20) / 1e-3)
+    assert fit_link([same[:2]]) is None
+
+
+def test_layers_that_took_longer_than_the_fit_are_told():
+    times = LinkTimes(LinkCost(1e6, 0.0))
+    batches = [MovedBatch(0.0, 1.0, 1_000_000, 1, layer=0), MovedBatch(1.0, 4.0, 1_000_000, 1, layer=1)]
+    assert slowdowns(times, batches) == pytest.approx({0: 1.0, 1: 3.0})
+
+
+def test_a_layers_compute_comes_back():
+    cost = ComputeCost(1e-4, 2e-6, 3e-10)
+    told = [
+        (new, context, cost.layer_seconds(new, context)) for new in (16, 256, 2048) for context in (0, 1000, 30_000)
+    ]
+    found = fit_compute([*told, (0, 0, 1.0), (16, 0, 0.0)])
+    assert found is not None
+    assert found.fixed == pytest.approx(cost.fixed, rel=1e-3)
+    assert found.token == pytest.approx(cost.token, rel=1e-3)
+    assert found.pair == pytest.approx(cost.pair, rel=1e-3)
+    assert fit_compute(told[:2]) is None

@@ -1,0 +1,124 @@
+"""Recordings replayed: what a closed form says under another configuration, and what is not to be believed."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from sim.recordings import BLOCK_BYTES, CHUNK, LAYERS, KnownMachine
+
+from layerflow.errors import ConfigError
+from layerflow.flow.cost import LinkCost
+from layerflow.recording.format import Dropped, LookedUp
+from layerflow.sim.recorded import prompts_of, read_run
+from layerflow.sim.replay import Replay
+
+PROMPT = range(1, 9)
+
+
+def again(machine: KnownMachine, times: int = 6) -> list[tuple[float, float]]:
+    """A prompt, and then the same one with a chunk more each time."""
+    return [machine.serve([*PROMPT, *range(100, 100 + turn)]) for turn in range(times)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("bandwidth", [1e9, 20e6], ids=["compute-bound", "link-bound"])
+def test_its_own_configuration_is_predicted(tmp_path, bandwidth, ranks):
+    machine = KnownMachine(bandwidth=bandwidth, ranks=ranks)
+    told = again(machine)
+    replay = Replay.read(machine.write(tmp_path / "x.lfr"))
+    assert replay.trust.trusted, replay.trust
+    own = replay.under(replay.settings, validate=True)
+    assert own == replay.own, "equal arguments, equal figures"
+    assert [sample.value for sample in own.prefill_s] == pytest.approx([took for _, took in told], rel=0.01, abs=1e-4)
+    assert [sample.value for sample in own.exposed_s] == pytest.approx(
+        [each for each, _ in told[1:]], rel=0.01, abs=1e-4
+    )
+    assert [sample.at for sample in own.exposed_s] == [sample.at for sample in replay.recorded.exposed_s]
+    assert own.hits == replay.recorded.hits == 6 * 8 * CHUNK - CHUNK * 8 + CHUNK * (0 + 1 + 2 + 3 + 4)
+    assert len(replay.run.engines) == 1 and replay.run.engines[0].ranks == set(range(ranks))
+
+
+def test_another_link_takes_what_the_closed_form_says(tmp_path):
+    machine = KnownMachine(bandwidth=1e9)
+    again(machine)
+    replay = Replay.read(machine.write(tmp_path / "x.lfr"))
+    slow = KnownMachine(bandwidth=20e6)
+    expected = [exposed for exposed, _ in again(slow)[1:]]
+    now = replay.under(replay.settings, link=LinkCost(20e6, 0.0))
+    assert [sample.value for sample in now.exposed_s] == pytest.approx(expected, rel=0.02)
+
+
+def test_what_is_not_hit_any_more_is_computed(tmp_path):
+    machine = KnownMachine(bandwidth=1e9)
+    again(machine)
+    replay = Replay.read(machine.write(tmp_path / "x.lfr"))
+    one = LAYERS * CHUNK * 1024
+    small = replay.configured(None, {"pool.size": 4 * one})
+    figures = replay.under(small, validate=True)
+    assert figures.hits < replay.own.hits and figures.evictions >= 0
+    cold = KnownMachine(bandwidth=1e9)
+    took = [cold.serve(range(1000 * turn, 1000 * turn + 8 + turn))[1] for turn in range(1, 6)]
+    assert sum(sample.value for sample in figures.prefill_s) <= sum(took) + 0.1
+    assert figures.prefill.mean > replay.own.prefill.mean
+
+
+def test_bulk_waits_for_all_of_it_before_its_first_pass(tmp_path):
+    machine = KnownMachine(bandwidth=20e6)
+    told = again(machine)
+    replay = Replay.read(machine.write(tmp_path / "x.lfr"))
+    bulk = replay.under(replay.configured(None, {"transfer.mode": "bulk"}))
+    whole = [8 + turn for turn in range(5)]
+    layer_s = machine.fixed_s + machine.token_s * CHUNK
+    loads = [LAYERS * count * CHUNK // 16 * BLOCK_BYTES / 20e6 for count in whole]
+    assert [sample.value for sample in bulk.prefill_s][2:] == pytest.approx(
+        [load + LAYERS * layer_s for load in loads[1:]], rel=0.05
+    )
+    assert bulk.exposed.p99 == 0.0 and told[-1][1] < bulk.prefill_s[-1].value
+
+
+def test_what_was_there_before_the_recording_is_hit(tmp_path):
+    machine = KnownMachine()
+    machine.stored.update(PROMPT)
+    machine.serve(PROMPT)
+    machine.serve(PROMPT)
+    replay = Replay.read(machine.write(tmp_path / "x.lfr"))
+    assert replay.own.hits == replay.recorded.hits == 2 * (8 * CHUNK - 1)
+
+
+def test_a_recording_that_cannot_be_believed_says_why(tmp_path):
+    machine = KnownMachine()
+    again(machine)
+    machine.records.append(Dropped(machine.now, 7))
+    lookups = [record for record in machine.records if isinstance(record, LookedUp)]
+    for lookup in lookups:  # as if most of it had come from somewhere else
+        place = machine.records.index(lookup)
+        machine.records[place] = msgspec.structs.replace(lookup, resident=0)
+    trust = Replay.read(machine.write(tmp_path / "x.lfr")).trust
+    assert not trust.trusted
+    assert any("7 events are missing" in why for why in trust.reasons)
+    assert any("behind the arena" in why for why in trust.reasons)
+
+
+def test_what_differs_is_not_trusted(tmp_path):
+    machine = KnownMachine()
+    again(machine)
+    places = [place for place, record in enumerate(machine.records) if isinstance(record, LookedUp)]
+    for place in places[:3]:
+        machine.records[place] = msgspec.structs.replace(machine.records[place], hit=CHUNK)
+    trust = Replay.read(machine.write(tmp_path / "x.lfr")).trust
+    assert next(row.name for row in trust.rows if not row.alike) == "hit tokens (%)"
+
+
+def test_nothing_timed_is_refused(tmp_path):
+    machine = KnownMachine()
+    machine.serve(PROMPT)
+    machine.records = [record for record in machine.records if type(record).__name__ != "StepSpans"]
+    with pytest.raises(ConfigError, match="no step with times"):
+        Replay.read(machine.write(tmp_path / "x.lfr"))
+
+
+def test_ranks_of_one_model_are_one_model(tmp_path):
+    machine = KnownMachine(ranks=4)
+    again(machine, 3)
+    prompts = prompts_of(read_run(machine.write(tmp_path / "x.lfr")))
+    assert len(prompts.trace.requests) == 3 and prompts.spec.shard.tp_size == 4
