@@ -34,6 +34,8 @@ def _is_installed(engine: str) -> bool:
 
 
 collect_ignore = [] if _is_installed("vllm") else ["vllm", "pd"]
+if not _is_installed("vllm_ascend"):
+    collect_ignore.append("ascend")
 if not _is_installed("sglang"):
     collect_ignore.append("sglang")
 

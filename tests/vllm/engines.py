@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import models
 import pytest
@@ -91,16 +91,24 @@ class Engine:
     :raises EngineFailed: it did not start.
     """
 
+    #: What its process has imported when it is forked.
+    preload: ClassVar[Sequence[str]] = ("vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "scenario")
+    environment: ClassVar[Mapping[str, str]] = ENVIRONMENT
+    #: Arguments of ``vllm.LLM`` for every model.
+    common: ClassVar[Mapping[str, Any]] = COMMON
+    #: What runs in the process.
+    serve: ClassVar[Callable[..., None]] = staticmethod(scenario.serve)
+
     def __init__(self, model: str, log: Path, **arguments: Any) -> None:
         assert model in models.MODELS
         if model in UNSERVED:
             pytest.skip(f"vLLM {version('vllm')} cannot serve {model} on a CPU")
         self._log = log
-        context = fork_server(["vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "scenario"], ENVIRONMENT)
+        context = fork_server(self.preload, self.environment)
         self._pipe, theirs = context.Pipe()
         folder = {"model": str(arguments.pop("folder", MODELS / model))}
-        merged = COMMON | PER_MODEL[model] | arguments | folder
-        self.process = context.Process(target=scenario.serve, args=(theirs, merged, str(log)))
+        merged = {**self.common, **PER_MODEL[model], **arguments, **folder}
+        self.process = context.Process(target=self.serve, args=(theirs, merged, str(log)))
         self.process.start()
         theirs.close()
         try:

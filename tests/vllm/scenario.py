@@ -493,18 +493,20 @@ def _load(model: Any) -> None:
     model.load_weights((name, own[name].data.roll(7, 0)) for name in own if name.endswith("embed_tokens.weight"))
 
 
-def serve(pipe: multiprocessing.connection.Connection, arguments: dict[str, Any], log: str) -> None:
+def serve(
+    pipe: multiprocessing.connection.Connection, arguments: dict[str, Any], log: str, kind: type[Scenario] = Scenario
+) -> None:
     """Start an engine and answer ``(method, arguments)`` until the pipe closes.
 
     Sends ``(True, result)``, or ``(False, traceback)``.
 
-    :param log: a file that takes the engine's output.
+    :param log: a file that takes the engine's output. :param kind: what answers.
     """
     with open(log, "ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     try:
-        scenario = Scenario(arguments)
+        scenario = kind(arguments)
         pipe.send((True, scenario.facts()))
     except Exception:  # noqa: BLE001  the test looks at it
         pipe.send((False, traceback.format_exc()))

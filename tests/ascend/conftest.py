@@ -1,0 +1,81 @@
+"""vLLM-Ascend with layerflow, with its own pool and without a connector: one of each per model, for all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+from ascend import BLOCK, AscendEngine, ascend_store
+from engines import close, connector
+
+from layerflow_cli.bench.harness import ServerProcess
+
+MODELS = ("llama", "gemma3")
+BLOCKS = {"llama": 14, "gemma3": 40}
+"""Of a cache for a few requests, so that several at once preempt each other."""
+# 4 KiB a token over 10 MB/s: a prompt of 300 tokens takes 0.1 s, and kills hit transfers under way.
+SERVER = {"pool.size": "256MiB", "pool.link_gbps": 0.01, "transfer.max_transfer_bytes": "64KiB"}
+PATIENT = {"transfer.step_timeout_ms": 60_000, "pool.lease_ms": 600_000}
+
+
+@dataclass
+class Rig:
+    """The engines of one model, started when they are first asked for."""
+
+    model: str
+    logs: Path
+
+    @property
+    def loads_in_step(self) -> bool:
+        """Hits are loaded layer by layer, in the step that goes on from them."""
+        return self.model == "llama"
+
+    @cached_property
+    def server(self) -> ServerProcess:
+        """``layerflow run``."""
+        return ServerProcess(SERVER | PATIENT)
+
+    @cached_property
+    def ours(self) -> AscendEngine:
+        """With layerflow."""
+        return self._start("layerflow", connector(self.server.endpoint, mode="layerwise", chunk_tokens=BLOCK))
+
+    @cached_property
+    def theirs(self) -> AscendEngine:
+        """With AscendStoreConnector."""
+        return self._start("ascend-store", ascend_store())
+
+    @cached_property
+    def plain(self) -> AscendEngine:
+        """Without a connector: what tokens must be."""
+        return self._start("plain", None)
+
+    def _start(self, name: str, transfer: dict[str, object] | None) -> AscendEngine:
+        given = {"kv_transfer_config": transfer} if transfer else {}
+        log = self.logs / f"{self.model}-{name}.log"
+        return AscendEngine(self.model, log, num_gpu_blocks_override=BLOCKS[self.model], **given)
+
+    def close(self) -> None:
+        """End what runs."""
+        running = vars(self)
+        close([running[name] for name in ("ours", "theirs", "plain") if name in running])
+        if "server" in running:
+            self.server.close()
+
+
+@pytest.fixture(scope="session")
+def rigs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Rig]]:
+    """One per model."""
+    rigs = {model: Rig(model, tmp_path_factory.mktemp(model)) for model in MODELS}
+    yield rigs
+    for rig in rigs.values():
+        rig.close()
+
+
+@pytest.fixture(params=[pytest.param(model, marks=pytest.mark.xdist_group(model)) for model in MODELS])
+def rig(request: pytest.FixtureRequest, rigs: dict[str, Rig]) -> Rig:
+    """Each model's in turn."""
+    return rigs[request.param]
