@@ -23,6 +23,7 @@ MEASUREMENTS = {
     "miss": "What a lookup that finds nothing costs.",
     "lookup": "What a lookup that hits costs the server's loop.",
     "record": "What a recording costs: processor time for each event, and lookups with and without one.",
+    "simulate": "What `layerflow simulate` predicts of real runs, beside what was measured.",
     "server": "What a step of a worker costs the server's loop, by the requests that load and save in it.",
     "beside": "What an engine's Python loses beside a save and beside a load.",
     "directory": "How long the loop stands still while a million objects fill the arena and are evicted.",

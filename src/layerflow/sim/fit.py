@@ -13,9 +13,10 @@ import operator
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from layerflow.flow.cost import ComputeCost, LinkCost, attention_pairs
 from layerflow.sim.worker import LinkTimes
@@ -23,8 +24,14 @@ from layerflow.sim.worker import LinkTimes
 LEAST = 3
 """Observations that tell something."""
 
+LEAST_BESIDE = 8
+"""Batches beside the other direction that tell how much it slows them down."""
+
 AS_GOOD = 0.05
 """A further term is believed in where it leaves so much less of the error unexplained, as a share."""
+
+FAR_OFF = 3.0
+"""Times."""
 
 _NOTHING = 1e-9
 _INSTANT = 5e-6
@@ -35,6 +42,7 @@ _RESOLUTION = 1.5e-6  # spans are told in microseconds
 class MovedBatch:
     """A batch that has passed a link. Seconds of one clock.
 
+    :param emulated: it began when it began to pass, not when it was sent; it ends when a thread wakes up.
     :param beside: the other direction moved something while it passed.
     """
 
@@ -44,20 +52,22 @@ class MovedBatch:
     blocks: int
     layer: int = 0
     beside: bool = False
+    emulated: bool = False
 
 
-def fit_link(lanes: Iterable[Iterable[MovedBatch]]) -> LinkTimes | None:
+def fit_link(lanes: Sequence[Sequence[MovedBatch]]) -> LinkTimes | None:
     """Fit one direction of what passed each worker's lane; None: too little has.
 
     Batches pass one after the other: each takes from the end of the one before it, and one that begins later pays the
-    latency, too::
+    latency, too; those of an emulated link take what they take, each with its latency::
 
         seconds = latency (of the first in a row) + batch + blocks * block + bytes / bandwidth
     """
     alone: list[tuple[Sequence[float], float]] = []
     beside: list[tuple[Sequence[float], float]] = []
     for lane in lanes:
-        for each, first, seconds in _passed(lane):
+        for each, idle, passed in _passed(lane):
+            first, seconds = (True, each.ended - each.began) if each.emulated else (idle, passed)
             row = (float(first), 1.0, float(each.blocks), float(each.nbytes))
             (beside if each.beside else alone).append((row, seconds))
     known = alone if len(alone) >= LEAST else alone + beside
@@ -66,9 +76,17 @@ def fit_link(lanes: Iterable[Iterable[MovedBatch]]) -> LinkTimes | None:
         return None
     latency, batch, block, per_byte = found
     ratios = [seconds / sum(map(operator.mul, found, row)) for row, seconds in beside]
-    slower = max(1.0, statistics.median(ratios)) if known is alone and len(ratios) >= LEAST else 1.0
+    slower = max(1.0, statistics.median(ratios)) if known is alone and len(ratios) >= LEAST_BESIDE else 1.0
     bandwidth = 1.0 / per_byte if per_byte > 0.0 else math.inf
-    return LinkTimes(LinkCost(bandwidth, latency), batch, block, slower)
+    times = LinkTimes(LinkCost(bandwidth, latency), batch, block, slower)
+    rows = [
+        ((1.0, float(each.nbytes)), seconds)
+        for lane in lanes
+        for each, seconds in _handled(times, [batch for batch in lane if batch.emulated])
+        if seconds > _RESOLUTION
+    ]
+    handling = least_relative_error(rows, preferred=0)
+    return times if handling is None else replace(times, lane_batch_seconds=handling[0], lane_byte_seconds=handling[1])
 
 
 def slowdowns(times: LinkTimes, lane: Iterable[MovedBatch]) -> dict[int, float]:
@@ -80,6 +98,25 @@ def slowdowns(times: LinkTimes, lane: Iterable[MovedBatch]) -> dict[int, float]:
         beside = times.beside if each.beside else 1.0
         fitted[each.layer] += times.passing(each.nbytes, each.blocks) * beside
     return {layer: took[layer] / seconds for layer, seconds in fitted.items() if seconds > 0.0}
+
+
+def handling_slowdowns(times: LinkTimes, lane: Iterable[MovedBatch]) -> dict[int, float]:
+    """By layer, how many times as long as fitted the lane's thread took for batches that had passed."""
+    took: defaultdict[int, float] = defaultdict(float)
+    fitted: defaultdict[int, float] = defaultdict(float)
+    for each, seconds in _handled(times, lane):
+        took[each.layer] += seconds
+        fitted[each.layer] += times.handling(each.nbytes)
+    return {layer: took[layer] / seconds for layer, seconds in fitted.items() if seconds > 0.0}
+
+
+def _handled(times: LinkTimes, lane: Iterable[MovedBatch]) -> Iterator[tuple[MovedBatch, float]]:
+    """Each batch of an emulated link, and how long the lane's thread took for it once it had passed."""
+    free_at = -math.inf
+    for each in sorted(lane, key=lambda batch: (batch.began, batch.ended)):
+        passed = each.began + times.passing(each.nbytes, each.blocks)
+        yield each, max(0.0, each.ended - max(passed, free_at))
+        free_at = max(free_at, each.ended)
 
 
 def _passed(lane: Iterable[MovedBatch]) -> Iterator[tuple[MovedBatch, bool, float]]:
@@ -106,31 +143,39 @@ def fit_compute(layers: Iterable[tuple[int, int, float]]) -> ComputeCost | None:
 def least_relative_error(rows: Sequence[tuple[Sequence[float], float]], *, preferred: int) -> tuple[float, ...] | None:
     """Coefficients, none negative, of ``seconds = sum(coefficient * amount)``; None: too few rows.
 
+    Fitted twice: what is further off than :data:`FAR_OFF` says nothing the second time.
+
     :param rows: amounts and seconds. :param preferred: the amount that counts in any case.
     """
     if len(rows) < LEAST:
         return None
-    amounts = np.array([row for row, _ in rows])
-    relative = amounts / np.array([seconds for _, seconds in rows])[:, None]
+    relative = np.array([row for row, _ in rows]) / np.array([seconds for _, seconds in rows])[:, None]
+    found = _best_of(relative, preferred)
+    foretold = relative @ found
+    near = (foretold > 1.0 / FAR_OFF) & (foretold < FAR_OFF)
+    if LEAST <= near.sum() < len(rows):
+        found = _best_of(relative[near], preferred)
+    return tuple(found.tolist())
+
+
+def _best_of(relative: NDArray[np.float64], preferred: int) -> NDArray[np.float64]:
+    """The coefficients that explain most, of all sets of terms; by rows, amounts of one second."""
     count = relative.shape[1]
-    best: tuple[float, ...] | None = None
-    least = math.inf
-    order = sorted(range(count), key=lambda at: at != preferred)
-    for size in range(1, count + 1):
-        for others in itertools.combinations(order[1:], size - 1):
-            subset = (preferred, *others)
+    best, least = np.zeros(count), math.inf
+    others = [at for at in range(count) if at != preferred]
+    for size in range(count):
+        for more in itertools.combinations(others, size):
+            subset = [preferred, *more]
             columns = relative[:, subset]
             scale = np.linalg.norm(columns, axis=0)
             if not scale.all():
                 continue
-            values, _, rank, _ = np.linalg.lstsq(columns / scale, np.ones(len(rows)), rcond=1e-6)
-            if rank < size or values.min() < 0.0:
+            values, _, rank, _ = np.linalg.lstsq(columns / scale, np.ones(len(relative)), rcond=1e-6)
+            if rank < len(subset) or values.min() < 0.0:
                 continue
             unexplained = float(np.mean((columns @ (values / scale) - 1.0) ** 2)) + _NOTHING
             if unexplained < least * (1.0 - AS_GOOD):
-                told = dict(zip(subset, (values / scale).tolist(), strict=True))
-                best, least = tuple(told.get(at, 0.0) for at in range(count)), unexplained
-    if best is None:
-        return None
-    level = float(np.median(relative @ np.array(best)))
-    return tuple(value / level for value in best) if level > 0.0 else best
+                best, least = np.zeros(count), unexplained
+                best[subset] = values / scale
+    level = float(np.median(relative @ best))
+    return best / level if level > 0.0 else best

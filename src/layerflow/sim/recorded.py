@@ -217,6 +217,17 @@ class RecordedEngine:
     passes: list[RecordedPass] = field(default_factory=list)
     prompts: list[RecordedPrompt] = field(default_factory=list)
 
+    @property
+    def one_by_one(self) -> bool:
+        """Did each prompt come when the one before was computed?"""
+        free_at = -math.inf
+        for prompt in sorted((each for each in self.prompts if each.passes), key=lambda each: each.heard):
+            if prompt.heard < free_at:
+                return False
+            last = last_pass(prompt)
+            free_at = last.ended if last is not None and not math.isnan(last.ended) else free_at
+        return True
+
 
 @dataclass(slots=True, eq=False)
 class RecordedRun:
@@ -344,7 +355,6 @@ class _Reading:
             engine.prompts.append(prompt)
         prompt.answered, prompt.asked, prompt.hit = record.answered, True, record.hit
         prompt.tokens, prompt.chunks, prompt.tail = record.tokens, record.chunks, record.tail
-        self._behind = self._behind or record.resident < record.objects
 
     def _step(self, record: StepSeen) -> None:
         session = self._sessions[record.session]

@@ -5,7 +5,8 @@ a machine takes comes from the recording: links and compute are fitted (:mod:`la
 what was its own: its layers' times as far as it computes the same tokens, how much slower than the fit its copies
 were, and how long its engine took before and behind it. So configurations are compared under the same noise.
 
-Lookups come when they were recorded, however quick an engine is then; those in the middle of a pass stay there. What a
+Lookups come when they were recorded, however quick an engine is then; those in the middle of a pass stay there. Where
+each prompt came when the one before was computed, it does so here, as long after it as it did. What a
 hit is longer or shorter than it was is computed less or more, in the pass that loads it: an engine's limit of tokens in
 a pass is not known. Passes that moved nothing are part of the time between others.
 """
@@ -135,7 +136,7 @@ class Replay:
             for prompt in engine.prompts:
                 hits.append(Sample(prompt.at - begin, prompt.hit))
                 last = last_pass(prompt)
-                if prompt.asked and last is not None and prompt.timed:
+                if last is not None and prompt.timed:
                     prefill.append(Sample(prompt.at - begin, max(0.0, last.ended - prompt.heard)))
         samples = self.run.samples
         return ReplayFigures(

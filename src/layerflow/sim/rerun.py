@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import math
 import statistics
 from collections import Counter, defaultdict
@@ -24,7 +25,7 @@ from layerflow.recording.format import PartSeen
 from layerflow.server.terms import limits_of, terms_of
 from layerflow.sim.arena import SimulatedArena, SimulatedHeaders
 from layerflow.sim.clock import VirtualClock
-from layerflow.sim.fit import MovedBatch, fit_compute, fit_link, slowdowns
+from layerflow.sim.fit import MovedBatch, fit_compute, fit_link, handling_slowdowns, slowdowns
 from layerflow.sim.forward import ForwardPass
 from layerflow.sim.recorded import RecordedEngine, RecordedPass, RecordedPrompt, RecordedRun, digests, last_pass
 from layerflow.sim.server import ROOT, SimulatedServer, WantedLoad
@@ -54,9 +55,9 @@ class ReplayFigures:
     Of passes and prompts whose times are recorded only: a worker tells those of its last 64 steps once a second.
 
     :param exposed_s: of each pass that has loaded something, how long it waited for its loads; seconds.
-    :param prefill_s: of each prompt that was looked up, from the answer to the end of the last step that computed some
-        of it: what a recording can know of the time to the first token. Decoding, sampling and what an engine does
-        before it looks up are not in it. Seconds.
+    :param prefill_s: of each prompt, from its lookup's answer to the end of the last step that computed some of it:
+        what a recording can know of the time to the first token. Decoding, sampling and what an engine does before it
+        looks up are not in it. Of a prompt whose client knew by itself that it misses, from its first step. Seconds.
     :param hit_tokens: of each prompt, the tokens that could be loaded. :param tokens: of all prompts together.
     :param evictions: between the recording's first and last look at the pool.
     :param sheds: saves given up because too much waited. :param failed_loads: loads that were computed instead.
@@ -87,7 +88,7 @@ class ReplayFigures:
 
     @property
     def prefill(self) -> Distribution:
-        """Of the prompts that were looked up."""
+        """Of the prompts."""
         return Distribution.of([sample.value for sample in self.prefill_s])
 
 
@@ -120,8 +121,8 @@ class Fitted:
         :raises ConfigError: nothing of it can be timed.
         """
         lanes = {(engine.number, rank): _lanes(engine, rank) for engine in run.engines for rank in sorted(engine.ranks)}
-        load = fit_link([batch for of in each.loads.values() for batch in of] for each in lanes.values())
-        save = fit_link(each.saves for each in lanes.values())
+        load = fit_link([[batch for of in each.loads.values() for batch in of] for each in lanes.values()])
+        save = fit_link([each.saves for each in lanes.values()])
         known = load or save
         if known is None:
             raise ConfigError(f"{run.name}: no step with times is in it, so none can be simulated; record for longer")
@@ -165,7 +166,9 @@ def _noise(load: LinkTimes, batches: Sequence[MovedBatch], opened: float) -> Loa
     begins: dict[int, float] = {}
     for batch in batches:
         begins[batch.layer] = min(begins.get(batch.layer, math.inf), batch.began - opened)
-    return LoadNoise(slowdowns(load, batches), begins)
+    if all(batch.emulated for batch in batches):
+        return LoadNoise(dict.fromkeys(begins, 1.0), handling_slowdowns(load, batches), begins)
+    return LoadNoise(slowdowns(load, batches), {}, begins)
 
 
 class _RankLanes(NamedTuple):
@@ -191,7 +194,7 @@ def _lanes(engine: RecordedEngine, rank: int) -> _RankLanes:
         busy = _merged([(span.start, span.stop) for _, span in spans[other]])
         for number, span in spans[lane]:
             beside = _overlaps(busy, span.start, span.stop)
-            batch = MovedBatch(span.start, span.stop, span.nbytes, span.blocks, span.layer, beside)
+            batch = MovedBatch(span.start, span.stop, span.nbytes, span.blocks, span.layer, beside, span.emulated)
             (loads[number] if lane == "load" else saves).append(batch)
     return _RankLanes(loads, saves)
 
@@ -356,7 +359,7 @@ class Rerun:
 
 
 def _other_link(times: LinkTimes, link: LinkCost | None) -> LinkTimes:
-    return times if link is None else LinkTimes(link, times.batch_seconds, times.block_seconds, times.beside)
+    return times if link is None else dataclasses.replace(times, cost=link)
 
 
 def _of_rank(spec: ModelSpec, rank: int) -> ModelSpec:
@@ -474,6 +477,7 @@ class _ReplayedEngine:
         self._as_recorded = rerun.settings.transfer.mode == rerun.recorded.settings.transfer.mode
         for worker in workers.values():
             self._server.attach(worker)
+        self._one_by_one = engine.one_by_one
         self._prompts = {prompt: _prompt_of(prompt, self._spec) for prompt in engine.prompts}
         self._numbers = 0
         self._ended = 0.0
@@ -509,7 +513,7 @@ class _ReplayedEngine:
                 before += 1
                 if not math.isnan(prompt.asked_at):
                     continue  # in the middle of the pass before
-                yield max(prompt.recorded.heard - begin, self._clock.now)
+                yield self._comes(prompt.recorded, ended)
                 self._look_up(prompt)
             mine = [self._prompts[prompt] for prompt in each.prompts]
             if not any(_amount(prompt, each) for prompt in mine if each in prompt.ranges) and any(
@@ -531,19 +535,27 @@ class _ReplayedEngine:
             ended, self._ended = each.ended, self._clock.now
         for left in asked[before:]:
             if math.isnan(self._prompts[left].asked_at):
-                yield max(left.heard - begin, self._clock.now)
+                yield self._comes(left, ended)
                 self._look_up(self._prompts[left])
+
+    def _comes(self, prompt: RecordedPrompt, ended: float) -> float:
+        """When a prompt is looked up that was after a pass had ended, as recorded."""
+        if self._one_by_one:
+            return max(self._ended + max(0.0, prompt.heard - ended), self._clock.now)
+        return max(prompt.heard - self._fitted.begin, self._clock.now)
 
     def _ready(self, prompt: ReplayedPrompt, place: RecordedPass) -> float:
         """When a prompt could be computed first, as recorded."""
         if prompt.ahead is not None:
             return prompt.ahead.ended
-        return prompt.recorded.heard if prompt.recorded.asked else place.opened
+        if prompt.recorded.asked:
+            return prompt.recorded.heard
+        return -math.inf if self._one_by_one else place.opened
 
     def _ready_now(self, prompt: ReplayedPrompt, place: RecordedPass) -> float:
         """When it can be now."""
         if not prompt.recorded.asked:
-            return place.opened - self._fitted.begin
+            return -math.inf if self._one_by_one else place.opened - self._fitted.begin
         return max(prompt.asked_at, prompt.arrived_at)
 
     def _later(self, asked: Sequence[RecordedPrompt], each: RecordedPass) -> None:
@@ -564,8 +576,7 @@ class _ReplayedEngine:
         prompt.asked_at = self._clock.now
         chunks, tail = digests(recorded)
         found = server.longest_hit(spec, chunks, _tokens(recorded), tail)
-        if recorded.asked:
-            self._rerun.hits.append(Sample(recorded.at - self._fitted.begin, found))
+        self._rerun.hits.append(Sample(recorded.at - self._fitted.begin, found))
         way = self._way(prompt, found)
         if way is Mode.RECOMPUTE:
             return
@@ -726,7 +737,7 @@ class _ReplayedEngine:
         if forward.loads and each.timed:
             self._rerun.exposed.append(Sample(each.opened - self._fitted.begin, forward.exposed_s))
         for prompt in mine:
-            if prompt.last is each and prompt.recorded.asked and prompt.recorded.timed:
+            if prompt.last is each and prompt.recorded.timed:
                 took = self._clock.now - prompt.asked_at
                 self._rerun.prefill.append(Sample(prompt.recorded.at - self._fitted.begin, took))
 

@@ -21,12 +21,20 @@ class LinkTimes:
     :param cost: of its bytes. Latencies of batches behind each other overlap.
     :param batch_seconds: that a batch takes, whatever it carries. :param block_seconds: and for each of its blocks.
     :param beside: so many times as long a batch takes that begins while the other direction moves something.
+    :param lane_batch_seconds: that the lane's thread takes for a batch which has passed an emulated link, one after the
+        other; the link goes on meanwhile. :param lane_byte_seconds: and for each of its bytes.
     """
 
     cost: LinkCost
     batch_seconds: float = 0.0
     block_seconds: float = 0.0
     beside: float = 1.0
+    lane_batch_seconds: float = 0.0
+    lane_byte_seconds: float = 0.0
+
+    def handling(self, nbytes: int) -> float:
+        """Seconds of the lane's thread for a batch that has passed."""
+        return self.lane_batch_seconds + nbytes * self.lane_byte_seconds
 
     def passing(self, nbytes: int, blocks: int) -> float:
         """Seconds for which a batch has the link to itself."""
@@ -37,14 +45,23 @@ class SimulatedLink:
     """One direction of a link: batches pass one after the other; latencies overlap.
 
     :ivar busy: seconds in which something passed. :ivar free_at: when all that was sent has passed.
+    :ivar lane_free_at: when the lane's thread has handled all of it.
     :ivar other: the other direction, which may slow this one down.
     """
 
     def __init__(self, times: LinkTimes) -> None:
-        self._times = times
-        self.free_at = 0.0
+        self.times = times
+        self.free_at = self.lane_free_at = 0.0
         self.busy = 0.0
         self.other: SimulatedLink | None = None
+
+    def handled(self, arrives: float, nbytes: int, slowdown: float) -> float:
+        """When the lane's thread has handled a batch.
+
+        :param slowdown: so many times as long it takes.
+        """
+        self.lane_free_at = max(arrives, self.lane_free_at) + self.times.handling(nbytes) * slowdown
+        return self.lane_free_at
 
     def send(self, nbytes: int, blocks: int, now: float, slowdown: float | None = None) -> float:
         """When the last byte of a batch that is sent now has arrived.
@@ -52,12 +69,12 @@ class SimulatedLink:
         :param slowdown: so many times as long it takes, its latency included; None = what the link takes.
         """
         begins = max(now, self.free_at)
-        took = self._times.passing(nbytes, blocks) * (1.0 if slowdown is None else slowdown)
+        took = self.times.passing(nbytes, blocks) * (1.0 if slowdown is None else slowdown)
         if self.other is not None and self.other.free_at > begins:
-            took *= self._times.beside
+            took *= self.times.beside
         self.free_at = begins + took
         self.busy += took
-        return self.free_at + (self._times.cost.latency if slowdown is None else 0.0)
+        return self.free_at + (self.times.cost.latency if slowdown is None else 0.0)
 
 
 @dataclass(slots=True, eq=False)
@@ -65,12 +82,14 @@ class LoadNoise:
     """What was one step's own on its rank: how its loads went beside what is fitted. By layer.
 
     :param slowdown: so many times as long as they would pass its batches take, their latency included.
+    :param handling: so many times as long as fitted the lane's thread takes for them.
     :param begins: while it is calibrated: when its first batch began, in seconds behind the step's opening.
 
     :ivar lags: how much later than it could its first batch begins: the lane came late.
     """
 
     slowdown: Mapping[int, float] = field(default_factory=dict)
+    handling: Mapping[int, float] = field(default_factory=dict)
     begins: Mapping[int, float] = field(default_factory=dict)
     lags: dict[int, float] = field(default_factory=dict)
 
@@ -232,7 +251,8 @@ class SimulatedWorker:
                     begin = max(begin, self.loads.free_at)
                     begin += noise.lag(batch.layer, begin, loads.opened)
                 arrives = self.loads.send(extent.nbytes, extent.hi - extent.lo, begin, slower)
-                self._clock.at(arrives, _Landing(self, loads, batch))
+                handled = self.loads.handled(arrives, extent.nbytes, noise.handling.get(batch.layer, 1.0))
+                self._clock.at(handled, _Landing(self, loads, batch))
         for loads in exhausted:
             self._end(loads)
         return bool(taken)
