@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 MAGIC, VERSION = b"LFLW", 1
-FINGERPRINT = bytes.fromhex("6c642fdefc759d8da2e2a036f02e58b1")  # from docs/protocol.md
+FINGERPRINT = bytes.fromhex("7f4f7fd6fc119139d0c509c5d277e82a")  # from docs/protocol.md
 GREETING = struct.pack("<4sHH16s", MAGIC, VERSION, 0, FINGERPRINT)
 
 HELLO, BEAT, STATUS_REQUEST, BYE = 1, 7, 8, 10

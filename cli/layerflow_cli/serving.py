@@ -55,6 +55,9 @@ async def serve(
         server.apply(wanted)
         configure_logs(wanted.log.level, wanted.log.format)
 
+    if path is not None:
+        server.trials.watched(path, overrides, settings, apply)
+
     # Received before anything is said to listen: who is told so may send one at once.
     with _plain_errors(), anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with anyio.create_task_group() as tasks:
@@ -73,7 +76,8 @@ async def serve(
             if path is not None:
 
                 async def follow(file: Path) -> None:
-                    await watch_config(file, overrides, apply, log, current=settings, tell=server.file_changed)
+                    says = server.trials.file_says
+                    await watch_config(file, overrides, says, log, current=settings, tell=server.file_changed)
 
                 tasks.start_soon(follow, path)
             tasks.start_soon(show_warming, server)

@@ -41,9 +41,11 @@ class ServerProcess:
     """A ``layerflow run`` of its own, with its socket in a private directory.
 
     :param settings: ``section.key`` to value, as ``--set`` takes them.
+    :param config: the file that it follows; None = none.
     """
 
-    def __init__(self, settings: dict[str, object], folder: Path | None = None) -> None:
+    def __init__(self, settings: dict[str, object], folder: Path | None = None, *, config: Path | None = None) -> None:
+        self._config = [] if config is None else ["--config", str(config)]
         self._own_folder = tempfile.TemporaryDirectory(prefix="layerflow-") if folder is None else None
         self.folder = folder or Path(self._own_folder.name if self._own_folder else "")
         self.endpoint = f"ipc://{self.folder}/control"
@@ -52,7 +54,7 @@ class ServerProcess:
 
     def _start(self) -> None:
         sets = list(itertools.chain.from_iterable(("--set", f"{key}={value}") for key, value in self._settings.items()))
-        command = [sys.executable, "-m", "layerflow_cli", "run", *sets]
+        command = [sys.executable, "-m", "layerflow_cli", "run", *self._config, *sets]
         environment = os.environ | {"NO_COLOR": "1"}
         with _held_back(signal.SIGTERM, signal.SIGINT) as handle_held_back:
             self.process = self._popen(command, environment)

@@ -48,6 +48,7 @@ from layerflow.wire.messages import (
     StatusRequest,
     ToClient,
     TraceRequest,
+    TrySettings,
     WatchHandoff,
     Welcome,
 )
@@ -69,7 +70,9 @@ log = structlog.get_logger("layerflow.agent")
 
 # Questions, and what is known of their answers.
 
-Question = Lookup | StatusRequest | Purge | Reset | OpenHandoff | WatchHandoff | RecordRequest | TraceRequest
+Question = (
+    Lookup | StatusRequest | Purge | Reset | OpenHandoff | WatchHandoff | RecordRequest | TraceRequest | TrySettings
+)
 
 
 @dataclass(slots=True, kw_only=True)

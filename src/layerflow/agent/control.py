@@ -38,6 +38,7 @@ from layerflow.wire.messages import (
     Status,
     StatusRequest,
     TraceRequest,
+    TrySettings,
 )
 
 DEFAULT_LOOKUP_TIMEOUT_S = 0.2
@@ -48,7 +49,7 @@ AWAY_S = 0.5
 """After a lookup without an answer, lookups miss at once for so long instead of waiting again."""
 
 
-JsonQuestion = StatusRequest | Purge | Reset | RecordRequest | TraceRequest
+JsonQuestion = StatusRequest | Purge | Reset | RecordRequest | TraceRequest | TrySettings
 """Questions that are answered by JSON."""
 
 
@@ -297,6 +298,20 @@ class Control:
         :raises LayerflowError: the server did not answer, or has no such engine.
         """
         return self._ask_json(TraceRequest(next(self._client.numbers), seconds, engine), timeout_s)
+
+    def try_settings(
+        self, content: bytes, seconds: float, *, dry: bool = False, timeout_s: float = PURGE_TIMEOUT_S
+    ) -> dict[str, Any]:
+        """Have the server hold other settings than its file's, until this client hangs up or says something else.
+
+        :param content: of a configuration file whose live keys differ; empty = the file's own settings.
+        :param seconds: they end by themselves after so long; 0 = now.
+        :param dry: only say what would change, as ``changes``, and change nothing.
+        :returns: what the server's status says of its trial.
+        :raises LayerflowError: the server did not answer, follows no file, has another client's trial, or refuses
+            the settings; what held before then holds on.
+        """
+        return self._ask_json(TrySettings(next(self._client.numbers), content, seconds, dry), timeout_s)
 
     def close(self) -> None:
         """Hang up; leases expire by themselves."""

@@ -23,6 +23,7 @@ from layerflow.observe.collectors import (
     TierMetrics,
     TierStatistics,
 )
+from layerflow.observe.spread import Spread
 
 if TYPE_CHECKING:
     from layerflow.flow.events import Limits
@@ -143,6 +144,8 @@ class Metrics:
 
     Methods are named by what happened and are meant for the server's loop: 1 to 10 microseconds each.
     Two servers in one process do not share figures, and nothing enters the engine's own registry.
+
+    :ivar exposed_load: of steps with loads, how long the engine stood still for them: finer than the histogram.
     """
 
     def __init__(self) -> None:
@@ -180,6 +183,7 @@ class Metrics:
             "Per step with loads: how long the engine stood still for them.",
             EXPOSED_BUCKETS_S,
         )
+        self.exposed_load = Spread()
         self._batch = histogram(
             "batch_seconds", "From a batch's grant to its report; sampled, one a report.", BATCH_BUCKETS_S, "direction"
         )
@@ -249,6 +253,7 @@ class Metrics:
         self._config_refused = gauge(
             "config_refused_timestamp_seconds", "Since when the file is refused or gone, Unix time; 0 = it is not."
         )
+        self._trial = gauge("trial_up", "1 while a client tries other settings than the file's.")
         self._config_refusals = counter("config_refusals", "Edits of the file that were refused.")
 
         self._reasons: dict[Counter, set[str]] = {}
@@ -294,6 +299,7 @@ class Metrics:
         """An agent reported a finished step's times; see :func:`layerflow.observe.trace.figures`."""
         if measured.load_transfer_s > 0 or measured.load_exposed_s > 0:
             self._exposed_load.observe(measured.load_exposed_s)
+            self.exposed_load.add(measured.load_exposed_s)
         labels = self._by_engine.labels(of)
         for direction, transfer, exposed in (
             ("load", measured.load_transfer_s, measured.load_exposed_s),
@@ -363,6 +369,10 @@ class Metrics:
         self._config_applied.set(applied_at)
         self._config_refused.set(refused_at)
         self._seen.raise_to(self._config_refusals, refusals)
+
+    def trial(self, *, on: bool) -> None:
+        """Show whether a client tries settings."""
+        self._trial.set(on)
 
     def pool(self, statistics: PoolStatistics) -> None:
         """A fresh snapshot of the pool. Its counts since start become counters; a restarted pool adds on."""

@@ -201,6 +201,11 @@ def _notes(found: Mapping[str, Any], workers: list[Mapping[str, Any]]) -> Iterat
         if worker.get("silent"):
             since = duration(worker.get("heard_s_ago", 0))
             yield f"{_name_of(worker)}, tp {worker.get('tp')}, pid {worker.get('pid')}: silent for {since}"
+    trial = found.get("trial") or {}
+    if trial.get("on"):
+        tried = ", ".join(f"{key} = {value}" for key, value in (trial.get("changes") or {}).items())
+        left = duration(trial.get("left_s") or 0)
+        yield f"{trial.get('by', '?')} tries {tried or 'the file as it is'}, for {left} more"
     recording = found.get("recording") or {}
     if recording.get("failed"):
         yield f"nothing is recorded any more: {recording.get('reason', '?')}"

@@ -44,6 +44,7 @@ from layerflow.server.transport.door import Door
 from layerflow.server.transport.fd_server import NO_ROOM, FdServer, SharedRegion
 from layerflow.server.transport.router import Router
 from layerflow.server.transport.security import Curve, open_curve
+from layerflow.server.trial import Trials
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import STRANGER, Message
@@ -128,6 +129,7 @@ async def housekeep(
             server.pool.expire(expired)
             server.handoffs.expire(expired)
             server.driver.follows.expire(now)
+            server.trials.check(now)
             server.sessions.accounts.return_memory()
             _record(server, now, lag)
             # A server that was stopped for a while has not listened: it judges nobody by that time.
@@ -164,6 +166,7 @@ class Server:
     def __init__(self, settings: Settings, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:
         self.settings = settings
         self._file: FileState | None = None
+        self.trials = Trials()
         tier = terms.tier_of(settings)
         _check_memory(settings)
         self.metrics = Metrics()
@@ -227,6 +230,7 @@ class Server:
         self.recorder = self.driver.recorder = Recorder(self._standing, questions)
         self._server_context = ServerContext(
             recorder=self.recorder,
+            trials=self.trials,
             span_questions=questions,
             pool=self.pool,
             driver=self.driver,
@@ -401,6 +405,7 @@ class Server:
         self.metrics.flow(self.driver.flow.statistics())
         follows = self.driver.follows
         self.metrics.recording(self.recorder.statistics())
+        self.metrics.trial(on=self.trials.current is not None)
         self.metrics.handoffs(self.handoffs.statistics(), follows.objects, follows.coming_objects)
         if self.tier is not None:
             self.metrics.tier(self.tier.statistics())
@@ -542,6 +547,7 @@ class Server:
 
     async def _disconnect(self, session: AnySession) -> None:
         """Behind what the client has said before it hung up."""
+        self.trials.lost(session.number)
         if self.sessions.at(session.address) is session:
             self._clients.disconnected(session)
 

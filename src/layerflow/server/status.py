@@ -61,6 +61,7 @@ def status_of(
         ],
         "limits": settings.transfer.model_dump(),
         "config": None if file is None else _file(file),
+        "trial": server.trials.status(),
         "pool": dataclasses.asdict(server.pool.statistics()),
         "tier": None if server.sources is None or server.sources.tier is None else server.sources.tier.status(),
         "handoffs": _handoffs(server, now),
@@ -73,6 +74,7 @@ def status_of(
         "recording": server.recorder.status(),
         "flow": dataclasses.asdict(server.driver.flow.statistics()),
         "figures": server.metrics.summary(),
+        "exposed_load": server.metrics.exposed_load.plain(),
     }
 
 

@@ -39,6 +39,7 @@ NEEDED: Mapping[type[Message], Role | None] = {
     wire.Purge: Role.LOCAL,
     wire.RecordRequest: Role.LOCAL,
     wire.TraceRequest: Role.LOCAL,
+    wire.TrySettings: Role.LOCAL,
     wire.Spans: Role.LOCAL,
     wire.Reset: Role.ACT,
     wire.OpenHandoff: Role.ACT,

@@ -18,6 +18,7 @@ from layerflow.server.mailboxes import Mailboxes
 from layerflow.server.plans import PinnedHits
 from layerflow.server.recorder import Recorder
 from layerflow.server.spans import SpanQuestions
+from layerflow.server.trial import Trials
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import Message
 
@@ -35,6 +36,7 @@ class ServerContext:
     :param pd: the settings of prefill and decode apart.
     :param lease_s: how long leases usually last.
     :param recorder: takes notes of what happens, while a recording is wanted.
+    :param trials: settings that a client tries.
     :param span_questions: what workers are asked of their last steps.
     :param sources: where objects come from that are not in the pool; None = nowhere.
     :param peers: servers that read here, and that are read from; None = there are none.
@@ -60,6 +62,7 @@ class ServerContext:
     lease_s: Callable[[], float]
     mailboxes: Mailboxes
     recorder: Recorder
+    trials: Trials
     span_questions: SpanQuestions
     log_limit: LogRateLimiter = field(default_factory=LogRateLimiter)
     sources: ObjectSources | None = None

@@ -104,6 +104,7 @@ class Handlers:
         log("session_lost", session=session.number, engine=session.name, pid=session.pid, why=why)
         context.plans.gone(session, time.monotonic() + context.lease_s())
         context.span_questions.lose(session.number)
+        context.trials.lost(session.number)
         if context.recorder.current is not None and session.spec is not None:
             context.recorder.current.note(SessionGone(time.monotonic(), session.number))
         if session.memory:
@@ -197,6 +198,13 @@ class Handlers:
                 workers = self._workers_named(message.engine)
                 asked = functools.partial(trace_workers, context.span_questions, workers, message.seconds)
                 self._later(session, message.id, asked)
+            case wire.TrySettings():
+                there = functools.partial(context.sessions.get, session.number)
+                self._later(
+                    session,
+                    message.id,
+                    lambda: context.trials.asked(message, session, lambda: there() is not session),
+                )
             case wire.Spans():
                 self._worker(session, "Spans")
                 context.span_questions.answered(session, message)

@@ -72,6 +72,7 @@ from layerflow.wire.messages.to_client import (
     Welcome,
 )
 from layerflow.wire.messages.to_server import (
+    MAX_SETTINGS_BYTES,
     Abort,
     Attach,
     Bye,
@@ -101,6 +102,7 @@ from layerflow.wire.messages.to_server import (
     StepSpans,
     ToServer,
     TraceRequest,
+    TrySettings,
     WatchHandoff,
 )
 
@@ -113,6 +115,7 @@ __all__ = [
     "MAX_PEER_KEYS",
     "MAX_PEER_PARTITIONS",
     "MAX_REASON",
+    "MAX_SETTINGS_BYTES",
     "MISSING",
     "OPEN",
     "PEER_TOKEN_BYTES",
@@ -188,6 +191,7 @@ __all__ = [
     "ToClient",
     "ToServer",
     "TraceRequest",
+    "TrySettings",
     "WatchHandoff",
     "Welcome",
 ]

@@ -353,6 +353,26 @@ class TraceRequest(Message, frozen=True, tag=19):
     engine: Name = ""
 
 
+MAX_SETTINGS_BYTES = 60_000
+"""Of a configuration file that is tried: the message keeps within those that do not grow."""
+
+
+class TrySettings(Message, frozen=True, tag=29):
+    """Hold other settings for a while than the watched file's. Answered by Status: what ``trial`` of the server's
+    status says. They end with their client, with an edit of the file, and after their time.
+
+    :param content: of a file as ``layerflow run --config`` takes; empty = the watched file's own settings are
+        held against other such requests. Only live keys may differ from the watched file's.
+    :param seconds: from now on, also where something is tried already; 0 = end it.
+    :param dry: only say what would change.
+    """
+
+    id: int
+    content: Annotated[bytes, msgspec.Meta(max_length=MAX_SETTINGS_BYTES)] = b""
+    seconds: float = 0.0
+    dry: bool = False
+
+
 class StepSpans(Message, frozen=True):
     """What took time in a step.
 
@@ -399,6 +419,7 @@ ToServer = (
     | WatchHandoff
     | RecordRequest
     | TraceRequest
+    | TrySettings
     | Spans
     | PeerHello
     | PeerLookup

@@ -1,0 +1,235 @@
+"""``layerflow tune``: are these settings better on the running server?"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from layerflow.endpoint import check_listened
+from layerflow.errors import ConfigError
+from layerflow_cli.commands.status import endpoint_of
+from layerflow_cli.options import ConfigFile, Endpoint, JsonFile, parse_duration
+
+if TYPE_CHECKING:
+    from layerflow.agent.control import Control
+    from layerflow.tuning.verify import Goal, Look, Report, Window
+
+EXIT_NOT_CONFIRMED = 1
+_BAR = 30
+_WIDTH = 80
+
+
+def tune(
+    verify: Annotated[
+        Path | None,
+        typer.Option("--verify", metavar="FILE", help="Try this file on the running server, in turn with its own."),
+    ] = None,
+    duration: Annotated[str, typer.Option("--for", metavar="TIME", help="Try for so long, e.g. 20m.")] = "20m",
+    window: Annotated[
+        str | None, typer.Option("--window", metavar="TIME", help="One window; else a 20th of the time.")
+    ] = None,
+    goal: Annotated[
+        str,
+        typer.Option(
+            metavar="GOAL", help="What is to be better: exposed, exposed_p99, exposed_p99=20ms or hit_tokens."
+        ),
+    ] = "exposed",
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the windows as a page.")] = None,
+    endpoint: Endpoint = None,
+    config: ConfigFile = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Try settings on a running server: windows under its own file and under another one, in turn, and a paired test.
+
+    The watched file is not written. The server holds the other settings, and goes back to its file's when a window
+    ends, when they make loads fail or p99 of exposed time rise, at Ctrl-C, and when this command dies.
+
+    Exit code 0: the file is better. 1: it is not, or was taken back, or somebody edited the watched file. 2: wrong
+    input, or no server.
+
+    \b
+    Example:
+      layerflow tune --verify tuned.toml --for 20m --json report.json --html report.html
+    """
+    if verify is None:
+        raise ConfigError("give --verify FILE to try a file on the running server")
+    seconds = parse_duration("--for", duration)
+    window_s = None if window is None else parse_duration("--window", window)
+    report = _verify(endpoint_of(endpoint, config), verify, goal, seconds, window_s, html, json_file)
+    if report.verdict.value != "confirmed":
+        raise typer.Exit(EXIT_NOT_CONFIRMED)
+
+
+class _Server:
+    """The running server, and this machine's clock."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+
+    def hold(self, content: bytes, seconds: float) -> None:
+        self._control.try_settings(content, seconds)
+
+    def end(self) -> None:
+        from layerflow.errors import RemoteError  # noqa: PLC0415
+
+        try:
+            self._control.try_settings(b"", 0)
+        except RemoteError as error:
+            if error.code != "trial":  # ours has ended, and another client's has begun
+                raise
+
+    def look(self) -> Look:
+        from layerflow.tuning.verify import look_of  # noqa: PLC0415
+
+        return look_of(self._control.status(), time.monotonic())
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+def parse_goal(text: str) -> tuple[Goal, float | None]:
+    """A goal, and the seconds that it is to reach.
+
+    :raises ConfigError: there is no such goal.
+    """
+    from layerflow.tuning.verify import Goal  # noqa: PLC0415 - `--help` stays quick
+
+    name, given, target = text.partition("=")
+    if name == "ttft_p99":
+        raise ConfigError("--goal ttft_p99: a server does not see first tokens; verify by exposed_p99")
+    if name not in set(Goal) or (given and name != Goal.EXPOSED_P99):
+        raise ConfigError(f"--goal {text}: use exposed, exposed_p99, exposed_p99=20ms or hit_tokens")
+    return Goal(name), parse_duration("--goal exposed_p99", target) if given else None
+
+
+def _verify(
+    endpoint: str,
+    path: Path,
+    goal_text: str,
+    seconds: float,
+    window_s: float | None,
+    html: Path | None,
+    json_file: Path | None,
+) -> Report:
+    from layerflow.agent.control import Control  # noqa: PLC0415 - pulls zmq in
+    from layerflow.tuning.verify import Report, timing, verify  # noqa: PLC0415
+    from layerflow_cli.output import console  # noqa: PLC0415
+
+    goal, target_s = parse_goal(goal_text)
+    when = timing(seconds, window_s)
+    content = _read(path)
+    check_listened(endpoint)
+    control = Control(endpoint, engine="tune --verify")
+    screen = console(stderr=True)
+    try:
+        changes = control.try_settings(content, seconds=1.0, dry=True)["changes"]
+        if not changes:
+            raise ConfigError(
+                f"{path}: changes nothing of what holds on this server (its flags and environment win over a file)"
+            )
+        file = (control.status()["config"] or {}).get("sha256", "")
+        report = Report(goal, changes, file, hashlib.sha256(content).hexdigest(), target_s)
+        screen.print(
+            f"{path} changes {_changes(changes)}; {when.pairs} pairs of windows of {when.window_s:g} s, Ctrl-C ends it",
+            soft_wrap=True,
+            highlight=False,
+        )
+        try:
+            verify(_Server(control), content, report, when, lambda window: screen.print(_line(window), highlight=False))
+        finally:
+            _show(report, path, html, json_file)
+    finally:
+        control.close()
+    return report
+
+
+def _read(path: Path) -> bytes:
+    from layerflow.config.settings import Settings  # noqa: PLC0415 - `--help` stays quick
+    from layerflow.wire.messages import MAX_SETTINGS_BYTES  # noqa: PLC0415
+
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    Settings.load(path, content=content)
+    if len(content) > MAX_SETTINGS_BYTES:
+        raise ConfigError(f"{path}: has {len(content):,} bytes; at most {MAX_SETTINGS_BYTES:,} can be tried")
+    return content
+
+
+def _show(report: Report, path: Path, html: Path | None, json_file: Path | None) -> None:
+    from layerflow_cli.output import write_json  # noqa: PLC0415
+    from layerflow_cli.windows_page import write_page  # noqa: PLC0415
+
+    told = report.plain()
+    if html is not None:
+        write_page(html, path.name, report)
+    if json_file is not None:
+        write_json(json_file, told)
+        return
+    for line in _told(report, told, path):
+        typer.echo(line)
+
+
+def _told(report: Report, told: dict[str, Any], path: Path) -> Iterator[str]:
+    """The picture, the figures and the verdict, in 80 columns."""
+    shown = [window.exposed.mean_s * 1e3 for window in report.windows]
+    most = max((each for each in shown if not math.isnan(each)), default=0.0) or 1.0
+    yield "  exposed ms of a step with loads, by window"
+    for number, (window, mean) in enumerate(zip(report.windows, shown, strict=True), 1):
+        bar = (
+            ""
+            if math.isnan(mean)
+            else ("█" if window.arm.value == "tuned" else "░") * max(1, round(_BAR * mean / most))
+        )
+        yield f"{number:4} {window.arm.value:5} {bar:<{_BAR}} {_figure(mean):>9}" + (
+            "" if window.whole else "  cut off"
+        )
+    yield ""
+    if any(row["pairs"] for row in told["figures"].values()):
+        yield from _table(told)
+        yield ""
+    yield from textwrap.wrap(f"{path}: {report.verdict.value}: {report.reason}.", _WIDTH, break_on_hyphens=False)
+    yield "The server holds its own file's settings; the file is as it was."
+
+
+def _table(told: dict[str, Any]) -> Iterator[str]:
+    yield f"{'':16} {'file':>9} {'tuned':>9} {'difference':>11} {'95 % interval':>22} {'p':>6}"
+    for name, label, factor in (
+        ("exposed_ms", "exposed ms", 1.0),
+        ("exposed_p99_ms", "exposed p99 ms", 1.0),
+        ("hit_share", "hit tokens %", 100.0),
+    ):
+        row = told["figures"][name]
+        low, high = (_figure(row[each] * factor) for each in ("low", "high"))
+        yield (
+            f"{label:16} {_figure(row['file'] * factor):>9} {_figure(row['tuned'] * factor):>9} "
+            f"{_figure(row['difference'] * factor):>11} {low + ' ... ' + high:>22} {row['p_better']:6.3f}"
+        )
+    failed = told["failed_loads"]
+    yield f"{'failed loads':16} {failed['file']:9} {failed['tuned']:9}"
+
+
+def _changes(changes: dict[str, Any]) -> str:
+    from layerflow_cli.output import quantity  # noqa: PLC0415
+
+    return ", ".join(f"{key} = {' '.join(quantity(key, value)).strip()}" for key, value in changes.items())
+
+
+def _line(window: Window) -> str:
+    return (
+        f"{window.arm.value:5} {window.seconds:6.1f} s  {window.exposed.count:6} steps with loads, exposed "
+        f"{_figure(window.exposed.mean_s * 1e3)} ms, p99 {_figure(window.exposed.quantile_s(0.99) * 1e3)} ms, "
+        f"failed loads {window.failed_loads}"
+    )
+
+
+def _figure(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.4g}"

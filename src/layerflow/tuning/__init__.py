@@ -1,0 +1,1 @@
+"""What to write into the configuration file: found by simulation, and confirmed on the running server."""

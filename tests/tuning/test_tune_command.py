@@ -1,0 +1,149 @@
+"""``layerflow tune --verify`` against a real server with an engine that loads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e.known import eventually
+from typer.testing import CliRunner
+
+from layerflow.agent import Control
+from layerflow.errors import LayerflowError
+from layerflow_cli.bench.harness import ServerProcess
+from layerflow_cli.main import app
+from tuning.loaded import BAD, GOOD, loading, serving
+
+
+class Served:
+    """A badly tuned server under load, and files beside its own."""
+
+    def __init__(self, server: ServerProcess, path: Path) -> None:
+        self.server, self.path = server, path
+        self.control = Control(server.endpoint, engine="test")
+
+    def file(self, name: str, text: str) -> Path:
+        path = self.path.with_name(name)
+        path.write_text(text)
+        return path
+
+    def command(self, *args: str) -> list[str]:
+        return [sys.executable, "-m", "layerflow_cli", "tune", *args, "--endpoint", self.server.endpoint]
+
+    def tune(self, *args: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(self.command(*args), capture_output=True, text=True, timeout=120, check=False)
+
+    def status(self) -> dict[str, Any]:
+        return self.control.status()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("t")
+    path = folder / "layerflow.toml"
+    path.write_text(BAD)
+    with serving(path) as server, loading(server.endpoint):
+        scene = Served(server, path)
+        yield scene
+        scene.control.close()
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was(served: Served) -> Iterator[None]:
+    """No test leaves the file, or what holds, other than it was."""
+    yield
+    assert served.path.read_text() == BAD
+    assert eventually(lambda: not served.status()["trial"]["on"])
+    assert served.status()["limits"]["prefetch_layers"] == 1
+
+
+def test_better_settings_are_confirmed(served: Served, tmp_path: Path) -> None:
+    tuned, report, page = served.file("good.toml", GOOD), tmp_path / "r.json", tmp_path / "r.html"
+    args = ("--verify", str(tuned), "--for", "11s", "--window", "1.1s", "--html", str(page))
+    done = served.tune(*args, "--json", str(report))
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(report.read_text())
+    assert told["verdict"] == "confirmed" and told["tuned_sha256"] == hashlib.sha256(GOOD.encode()).hexdigest()
+    assert told["changes"] == {"transfer.prefetch_layers": 4, "transfer.max_transfer_bytes": 4 << 20}
+    assert told["figures"]["exposed_ms"]["tuned"] < told["figures"]["exposed_ms"]["file"] / 2
+    assert len(told["windows"]) == 10 and all(window["loading_steps"] for window in told["windows"])
+    assert page.read_text().count("<rect") == 10
+
+
+def test_harmful_settings_are_taken_back(served: Served) -> None:
+    # As if somebody found 4 KiB a copy a good idea: a layer is 256 copies of 300 us.
+    harmful = served.file("harmful.toml", BAD.replace("64KiB", "4KiB"))
+    done = served.tune("--verify", str(harmful), "--for", "50s", "--window", "5s")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "taken back: " in done.stdout and "1 file " in done.stdout and "2 tuned" in done.stdout
+    assert served.status()["trial"]["reason"] == "it was asked to"
+
+
+def test_a_killed_command_and_a_second_one(served: Served) -> None:
+    good = served.file("good.toml", GOOD)
+    first = subprocess.Popen(
+        served.command("--verify", str(good), "--for", "20s", "--window", "2s"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        assert eventually(lambda: served.status()["trial"]["changes"])
+        assert served.status()["limits"]["prefetch_layers"] == 4
+        second = served.tune("--verify", str(good))
+        assert second.returncode == 2 and "one at a time" in second.stderr and second.stderr.count("\n") <= 2
+    finally:
+        os.kill(first.pid, signal.SIGKILL)
+        first.wait()
+    assert eventually(lambda: not served.status()["trial"]["on"], timeout_s=5)
+    assert served.status()["trial"]["reason"] == "its client is gone"
+
+
+def test_a_trial_ends_after_its_time_and_with_an_edit(served: Served) -> None:
+    told = served.control.try_settings(GOOD.encode(), 0.2)
+    assert told["on"] and told["changes"]
+    assert eventually(lambda: served.status()["trial"]["reason"] == "its time is up")
+    served.control.try_settings(GOOD.encode(), 60)
+    served.path.write_text(BAD.replace("64KiB", "128KiB"))
+    try:
+        assert eventually(lambda: served.status()["trial"]["reason"] == "the file was edited")
+        assert served.status()["limits"]["max_transfer_bytes"] == 128 << 10
+    finally:
+        served.path.write_text(BAD)
+    assert eventually(lambda: served.status()["limits"]["max_transfer_bytes"] == 64 << 10)
+
+
+@pytest.mark.parametrize(
+    ("text", "args", "words"),
+    [
+        (GOOD + '[pool]\nbackend = "disk"\n[pool.disk]\npath = "/x"\n', (), "pool.backend"),
+        (BAD, (), "changes nothing"),
+        ("[transfer]\nprefetch_layer = 4\n", (), "did you mean transfer.prefetch_layers?"),
+        (GOOD, ("--goal", "ttft_p99"), "does not see first tokens"),
+        (GOOD, ("--goal", "speed"), "use exposed, exposed_p99"),
+        (GOOD, ("--for", "10s", "--window", "5s"), "at least 5 pairs"),
+    ],
+)
+def test_wrong_input_is_one_line(served: Served, text: str, args: tuple[str, ...], words: str) -> None:
+    command = served.command("--verify", str(served.file("wrong.toml", text)), *args)
+    done = CliRunner().invoke(app, command[command.index("tune") :])
+    assert done.exit_code == 2 and done.stdout == "" and words in done.stderr, done.output
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_server_without_a_file_tries_nothing(tmp_path: Path) -> None:
+    server = ServerProcess({"pool.size": "16MiB"})
+    control = Control(server.endpoint, engine="test")
+    try:
+        with pytest.raises(LayerflowError, match="follows no file"):
+            control.try_settings(GOOD.encode(), 1.0)
+    finally:
+        control.close()
+        server.close()

@@ -1,0 +1,166 @@
+"""Windows of two settings in turn, on a server of which everything is known, under a virtual clock."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from layerflow.errors import ConfigError
+from layerflow.observe.spread import GROWTH, Spread, spread_of
+from layerflow.tuning.paired import LEAST_PAIRS, binomial_tail, compare
+from layerflow.tuning.verify import Arm, Goal, Look, Report, Verdict, timing, verify
+
+TUNED = b"[transfer]\nprefetch_layers = 4\n"
+times = st.lists(st.floats(1e-5, 50.0), min_size=1, max_size=200)
+
+
+class Known:
+    """A server that exposes `file_s` or `tuned_s` per step, give or take a tenth; ten steps a second."""
+
+    def __init__(self, file_s: float, tuned_s: float, *, failing: float = 0.0, seed: int = 1) -> None:
+        self._means = {False: file_s, True: tuned_s}
+        self._failing = failing
+        self._random = random.Random(seed)
+        self._look = Look(0.0, "1", "file", "", "", 0.0, 0.0, 0.0, Spread())
+        self.held = b""
+        self.on = False
+        self.tuned_seconds = 0.0
+        self.edit_at = math.inf
+
+    def hold(self, content: bytes, seconds: float) -> None:
+        self.held, self.on = content, True
+        self._look = replace(self._look, trial=hashlib.sha256(content).hexdigest())
+
+    def end(self) -> None:
+        self.held, self.on = b"", False
+        self._look = replace(self._look, trial="")
+
+    def look(self) -> Look:
+        if self._look.at >= self.edit_at:
+            return replace(self._look, file="edited", trial="", ended="the file was edited")
+        return self._look
+
+    def sleep(self, seconds: float) -> None:
+        tuned = bool(self.held)
+        exposed = self._look.exposed.plus(Spread())
+        steps = max(1, round(10 * seconds))
+        for _ in range(steps):
+            exposed.add(self._means[tuned] * self._random.uniform(0.9, 1.1))
+        failed = sum(self._random.random() < self._failing for _ in range(steps)) if tuned else 0
+        self.tuned_seconds += seconds if tuned else 0.0
+        self._look = replace(
+            self._look,
+            at=self._look.at + seconds,
+            failed_loads=self._look.failed_loads + failed,
+            hit_tokens=self._look.hit_tokens + 60 * steps,
+            miss_tokens=self._look.miss_tokens + 40 * steps,
+            exposed=exposed,
+        )
+
+
+def tried(server: Known, goal: Goal = Goal.EXPOSED, target_s: float | None = None) -> Report:
+    report = Report(goal, {"transfer.prefetch_layers": 4}, "file", "tuned", target_s)
+    verify(server, TUNED, report, timing(200, None))
+    assert not server.on, "the server was left with the tuned settings"
+    return report
+
+
+def test_better_settings_are_confirmed_and_never_left_in_force() -> None:
+    report = tried(Known(0.010, 0.008))
+    assert report.verdict is Verdict.CONFIRMED
+    assert [window.arm for window in report.windows[:4]] == [Arm.FILE, Arm.TUNED, Arm.TUNED, Arm.FILE]
+    told = report.plain()["figures"]["exposed_ms"]
+    assert told["pairs"] == 10 and told["difference"] == pytest.approx(-2.0, abs=0.2) and told["p_better"] < 0.01
+    assert told["low"] < told["difference"] < told["high"] < 0
+
+
+def test_a_goal_that_is_not_reached_is_not_confirmed() -> None:
+    assert tried(Known(0.010, 0.008), Goal.EXPOSED_P99, 0.005).verdict is Verdict.NOT_CONFIRMED
+    assert tried(Known(0.010, 0.004), Goal.EXPOSED_P99, 0.005).verdict is Verdict.CONFIRMED
+
+
+def test_settings_that_make_no_difference_are_not_confirmed() -> None:
+    verdicts = [tried(Known(0.010, 0.010, seed=seed)).verdict for seed in range(20)]
+    assert verdicts.count(Verdict.CONFIRMED) <= 3 and Verdict.TAKEN_BACK not in verdicts
+
+
+@pytest.mark.parametrize(("factor", "failing"), [(2.0, 0.0), (1.0, 0.5)])
+def test_harm_is_taken_back_within_the_first_window(factor: float, failing: float) -> None:
+    server = Known(0.010, 0.010 * factor, failing=failing)
+    report = tried(server)
+    assert report.verdict is Verdict.TAKEN_BACK and server.tuned_seconds <= 5
+    assert not report.windows[-1].whole and len(report.windows) == 2
+    assert ("loads fail" if failing else "exposed time rises") in report.reason
+
+
+def test_an_edit_of_the_file_ends_it() -> None:
+    server = Known(0.010, 0.008)
+    server.edit_at = 100.0
+    report = tried(server)
+    assert report.verdict is Verdict.CUT_SHORT and "edited" in report.reason
+
+
+def test_an_interrupt_puts_the_files_settings_back() -> None:
+    class Interrupted(Known):
+        def sleep(self, seconds: float) -> None:
+            super().sleep(seconds)
+            if self.tuned_seconds > 12:
+                raise KeyboardInterrupt
+
+    server = Interrupted(0.010, 0.008)
+    with pytest.raises(KeyboardInterrupt):
+        tried(server)
+    assert not server.on
+
+
+def test_without_load_nothing_is_confirmed() -> None:
+    class Idle(Known):
+        def look(self) -> Look:
+            return replace(super().look(), exposed=Spread(), hit_tokens=0.0, miss_tokens=0.0)
+
+    report = tried(Idle(0.010, 0.008))
+    assert report.verdict is Verdict.NOT_CONFIRMED and "under load" in report.reason
+
+
+def test_too_little_time_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at least 5 pairs"):
+        timing(60, 10)
+    assert timing(100, 10).pairs == LEAST_PAIRS
+
+
+@given(times, times)
+@settings(deadline=None)
+def test_a_spreads_quantiles_are_those_of_its_values(before: list[float], after: list[float]) -> None:
+    spread = Spread()
+    for each in before:
+        spread.add(each)
+    earlier = spread_of(spread.plain())
+    for each in after:
+        spread.add(each)
+    new = spread.since(earlier)
+    assert new.count == len(after) and new.mean_s == pytest.approx(sum(after) / len(after), rel=1e-6, abs=1e-8)
+    for share in (0.5, 0.99):
+        exact = sorted(after)[max(1, math.ceil(share * len(after))) - 1]
+        assert exact / GROWTH <= new.quantile_s(share) <= exact * GROWTH
+    assert new.above(max(after)) == 0 and new.above(min(after) / GROWTH**2) == len(after)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e3), st.floats(0, 1e3)), min_size=1, max_size=10))
+@settings(deadline=None, max_examples=40)
+def test_turning_the_pairs_turns_the_verdict(pairs: list[tuple[float, float]]) -> None:
+    there = compare([a for a, _ in pairs], [b for _, b in pairs])
+    back = compare([b for _, b in pairs], [a for a, _ in pairs])
+    assert there.p_lower == pytest.approx(back.p_higher) and there.difference == pytest.approx(-back.difference)
+    assert there.p_lower + there.p_higher >= 1 and there.p_lower >= 0.5 ** len(pairs)
+
+
+def test_binomial_tails() -> None:
+    assert binomial_tail(0, 10, 0.5) == 1 and binomial_tail(11, 10, 0.5) == 0
+    assert binomial_tail(10, 10, 0.5) == pytest.approx(0.5**10)
+    assert binomial_tail(1, 100, 0.01) == pytest.approx(1 - 0.99**100)
