@@ -51,6 +51,8 @@ PAUSE_S: Final = 0.001
 FLUSH_S: Final = 1.0
 SAMPLE_S: Final = 1.0
 JOIN_S: Final = 2.0
+LAST_SPANS_S: Final = 0.5
+"""How long a recording that was asked to end waits for workers to tell of their last steps."""
 
 log = structlog.get_logger("layerflow.server.recorder")
 
@@ -210,15 +212,21 @@ class Recorder:
     """The server's recording, if there is one. For the server's loop.
 
     :param standing: what holds when a recording begins: sessions, settings, limits.
-    :param questions: asks workers what took time in their steps.
+    :param questions: asks workers what took time in their steps. :param workers: those that are attached.
 
     :ivar current: takes notes; None = nothing is recorded.
     """
 
-    def __init__(self, standing: Callable[[float], Iterable[Note]], questions: SpanQuestions) -> None:
+    def __init__(
+        self,
+        standing: Callable[[float], Iterable[Note]],
+        questions: SpanQuestions,
+        workers: Callable[[], Iterable[ClientSession]],
+    ) -> None:
         self.current: RecordingThread | None = None
         self._standing = standing
         self._questions = questions
+        self._workers = workers
         self._settings: RecordSettings | None = None
         self._asked = False  # by a client, not by the settings
         self._until = math.inf
@@ -227,6 +235,7 @@ class Recorder:
         self._sample_due = 0.0
         self._measured: dict[int, int] = {}  # by session, how many of its steps have told their spans
         self._asking: set[int] = set()
+        self._all_told = asyncio.Event()
 
     def follow(self, settings: RecordSettings) -> None:
         """Take the section ``[record]`` of new settings."""
@@ -250,7 +259,9 @@ class Recorder:
         if not message.path:
             if current is None or not self._asked:
                 raise Refused("not_recording", "no recording that `layerflow record` has begun is being made")
-            self._end("it was asked to")
+            await self._last_spans(current)
+            if self.current is current:
+                self._end("it was asked to")
             await current.closed()
             self._forget_ended()
             return self.status()
@@ -281,6 +292,19 @@ class Recorder:
             self._end(current.failure)
         elif now >= self._until:
             self._end("its time is up")
+
+    async def _last_spans(self, current: RecordingThread) -> None:
+        """Before a recording ends: what workers have measured since they were last asked. They may take a moment."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_SPANS_S):
+                while self.current is current:
+                    before = set(self._asking)  # asked before their last steps had ended
+                    self._all_told.clear()
+                    self.ask_workers(self._workers())
+                    if self._asking:
+                        await self._all_told.wait()
+                    if not before:
+                        return
 
     def ask_workers(self, workers: Iterable[ClientSession]) -> None:
         """Ask workers for the spans of what they have measured since the last time."""
@@ -389,13 +413,14 @@ class Recorder:
     def _take_spans(self, asker: RecordingThread, session: int, answer: wire.Spans | None) -> None:
         if asker is not self.current:
             return
-        if answer is None:
+        if answer is None or not answer.more:
             self._asking.discard(session)
+            if not self._asking:
+                self._all_told.set()
+        if answer is None:
             self._measured.pop(session, None)
             return
         self._measured[session] = answer.upto
-        if not answer.more:
-            self._asking.discard(session)
         for step in answer.steps:
             asker.note(StepSpans(step.origin, session, step.step, step.spans))
 

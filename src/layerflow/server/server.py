@@ -37,7 +37,7 @@ from layerflow.server.handoffs.registry import Handoffs
 from layerflow.server.mailboxes import Mailboxes
 from layerflow.server.plans import PinnedHits
 from layerflow.server.recorder import Recorder, server_sample, session_note, settings_in_force
-from layerflow.server.spans import SpanQuestions
+from layerflow.server.spans import SpanQuestions, talking_workers
 from layerflow.server.status import status_of
 from layerflow.server.terms import limits_of, terms_of
 from layerflow.server.transport.door import Door
@@ -150,7 +150,7 @@ def _record(server: ServerContext, now: float, lag: float) -> None:
     """What a recording wants to know now and then."""
     recorder = server.recorder
     recorder.check(now)
-    recorder.ask_workers(session for session in server.sessions if session.memory and not session.silent)
+    recorder.ask_workers(talking_workers(server.sessions))
     if recorder.sample_due(now) and recorder.current is not None:
         recorder.current.note(server_sample(server.pool.statistics(), server.driver.flow.statistics(), now, lag))
 
@@ -227,7 +227,8 @@ class Server:
             source = self.peers.source if self.peers is not None else None
             sources = self.driver.sources = ObjectSources(settings.pool, self.tier, source)
         questions = SpanQuestions(self._send)
-        self.recorder = self.driver.recorder = Recorder(self._standing, questions)
+        recorder = Recorder(self._standing, questions, lambda: talking_workers(self.sessions))
+        self.recorder = self.driver.recorder = recorder
         self._server_context = ServerContext(
             recorder=self.recorder,
             trials=self.trials,

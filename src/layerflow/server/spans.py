@@ -7,7 +7,7 @@ import base64
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from layerflow.errors import ProtocolError
@@ -25,6 +25,11 @@ MOST_TRACE_BYTES = 8 << 20
 
 Told = tuple[float, ClientSession, wire.StepSpans]
 """A step that a worker has told of, and when the step began."""
+
+
+def talking_workers(sessions: Iterable[ClientSession]) -> Iterator[ClientSession]:
+    """The engine workers among sessions that can be asked: those that are not silent."""
+    return (session for session in sessions if session.memory and not session.silent)
 
 
 class SpanQuestions:
