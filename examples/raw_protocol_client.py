@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 import zmq
 
-MAGIC, VERSION = b"LFLW", 1
-FINGERPRINT = bytes.fromhex("7f4f7fd6fc119139d0c509c5d277e82a")  # from docs/protocol.md
+MAGIC, VERSION = b"LFLW", 2
+FINGERPRINT = bytes.fromhex("62309e5b7f68a17393d6922b2aa51410")  # from docs/protocol.md
 GREETING = struct.pack("<4sHH16s", MAGIC, VERSION, 0, FINGERPRINT)
 
 HELLO, BEAT, STATUS_REQUEST, BYE = 1, 7, 8, 10

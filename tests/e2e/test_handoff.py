@@ -25,6 +25,8 @@ CHUNK = 64
 PROMPT = passage(300)
 SHAPES = {"gqa": TINY_GQA, "mla": TINY_MLA, "hybrid": TINY_HYBRID}
 TIMEOUT_S = 60.0
+ENDED_S = 3.0
+"""How long an engine that ends a hand-off asks a server that has ended."""
 PATIENT = {"lookup_timeout_s": PATIENCE_S, "wait_s": PATIENCE_S}
 
 
@@ -79,7 +81,9 @@ def prefill(pipe: PIPE, endpoint: str, shape: str) -> None:
 class Decoder:
     """The decode engine, on a thread of this process."""
 
-    def __init__(self, endpoint: str, config: EngineConfig, patience_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self, endpoint: str, config: EngineConfig, patience_s: float = TIMEOUT_S, lookup_timeout_s: float = PATIENCE_S
+    ) -> None:
         self.engine = Engine(config)
         made = attach(
             self.engine,
@@ -88,7 +92,7 @@ class Decoder:
             mode="layerwise",
             chunk_tokens=CHUNK,
             connect=lambda agent, mode: DecodeConnection(agent, mode, patience_s=patience_s),
-            **PATIENT,
+            **PATIENT | {"lookup_timeout_s": lookup_timeout_s},
         )
         assert isinstance(made, DecodeConnection)
         self.connection = made
@@ -245,7 +249,7 @@ def test_a_killed_server(serve: Callable[..., ServerProcess]) -> None:
     server = serve()
     child = Child(prefill, server.endpoint, "gqa")
     assert child.hear() == "ready"
-    decoder = Decoder(server.endpoint, TINY_GQA, patience_s=3000.0)
+    decoder = Decoder(server.endpoint, TINY_GQA, patience_s=3000.0, lookup_timeout_s=ENDED_S)
     decoder.start("r")
     child.pipe.send(("r", PROMPT))
     last_step(child, TINY_GQA)
@@ -268,7 +272,7 @@ def test_a_server_that_is_to_stop_lets_a_handoff_end(serve: Callable[..., Server
     server = serve(server__drain_timeout_s=TIMEOUT_S)
     child = Child(prefill, server.endpoint, "gqa")
     assert child.hear() == "ready"
-    decoder = Decoder(server.endpoint, TINY_GQA)
+    decoder = Decoder(server.endpoint, TINY_GQA, lookup_timeout_s=ENDED_S)
     child.pipe.send(("r", PROMPT))
     assert child.hear() == 0
     control = Control(server.endpoint, "observer")

@@ -19,6 +19,9 @@ from e2e.rounds import record
 from layerflow.agent import Control
 from layerflow_cli.bench.harness import START_LINE, ServerProcess
 
+STARTED_S = 120.0
+"""How long the first line of a process may take on a busy machine."""
+
 
 class Run:
     """A ``layerflow run`` whose every line of output is kept."""
@@ -42,7 +45,7 @@ class Run:
             self.lines.append(line)
             self._new.put(line)
 
-    def wait_line(self, part: str, timeout_s: float = PATIENCE_S) -> str:
+    def wait_line(self, part: str, timeout_s: float = STARTED_S) -> str:
         """The next line that contains `part`; earlier ones are skipped."""
         until = time.monotonic() + timeout_s
         while True:

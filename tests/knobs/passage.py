@@ -66,6 +66,11 @@ def counted() -> Iterator[Counter[str]]:
         yield seen
 
 
+ATTEMPTS = 10
+"""A load that the machine interrupts is reported in more pieces, and a save that it interrupts is given up: one of so
+many is as on an idle machine."""
+
+
 class HostCalls:
     """What the core had a host bring: the largest call of more than one layer of one object, and the most at once."""
 
@@ -129,8 +134,16 @@ class Passage:
         return self._source == "tier"
 
     def save(self, tokens: int = TOKENS) -> Run:
-        """A prompt that nobody has seen, saved and, where loads come from a tier, written to it."""
-        run = self._worker.serve(self._worker.prompt(tokens), look=False)
+        """A prompt that nobody has seen, saved and, where loads come from a tier, written to it.
+
+        Saves are given up rather than awaited where a pool is late, as it may be on a busy machine: another is tried.
+        """
+
+        def stored() -> Run | None:
+            run = self._worker.serve(self._worker.prompt(tokens), look=False)
+            return None if self._worker.agent.poll().failed_saves else run
+
+        run = next(run for run in (stored() for _ in range(ATTEMPTS)) if run is not None)
         tier = self._server.server.tier
         if tier is not None:
             assert eventually(lambda: not self._on_loop(tier.statistics).writing_jobs, PATIENCE_S)

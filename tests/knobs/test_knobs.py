@@ -12,7 +12,7 @@ from agent.direct_pool import servers_offer, workers_join
 from agent.fake_memcache import G2L, L2G, FakePool
 from allpairspy import AllPairs
 from e2e.known import KnownWorker, eventually
-from knobs.passage import BLOCK, Passage, spec_of
+from knobs.passage import ATTEMPTS, BLOCK, Passage, spec_of
 from knobs.table import AXES, KNOBS, LINK, NOT_ABOUT_TRANSFERS, PLACES, Combination, fits
 
 from layerflow.config.settings import Settings, reference
@@ -27,10 +27,6 @@ def named(combination: Combination) -> str:
     """What of a combination is not the default."""
     settings = [f"{key.partition('.')[2]}={value}" for key, value in combination.items() if key in KNOBS]
     return "-".join([combination[name] for name in ("way", "shape", "source")]) + ":" + ",".join(settings)
-
-
-ATTEMPTS = 10
-"""A load that the machine interrupts is reported in more pieces: one of so many needs no more messages than allowed."""
 
 
 @contextmanager

@@ -131,7 +131,7 @@ def test_numbers_are_kept_for_what_was_seen_last() -> None:
 
 
 def test_a_day_stays_within_its_size_and_the_newest_is_kept(tmp_path: Path) -> None:
-    path, second, per_second = tmp_path / "day.lfr", 1.0, 40
+    path, second, per_second = tmp_path / "day.lfr", 1.0, 10
     writer = writer_of(path, now=0.0)
     transcript = Transcript()
     for now in range(0, 86_400, 10):

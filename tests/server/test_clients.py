@@ -27,7 +27,7 @@ class World:
             self.sessions,
             nowhere,
             send=nobody,
-            send_greeting=nobody,
+            send_raw=nobody,
             lose=self._lose,
             suspect=self.suspected.append,
         )

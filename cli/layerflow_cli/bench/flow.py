@@ -45,13 +45,17 @@ UNCAPPED = Limits(
 
 
 def measure(
-    requests: Sequence[int] = (8, 64, 512), layers: int = 61, sessions: Sequence[int] = SESSIONS
+    requests: Sequence[int] = (8, 64, 512),
+    layers: int = 61,
+    sessions: Sequence[int] = SESSIONS,
+    events: int = SHARED_EVENTS,
 ) -> dict[str, Any]:
     """Drive loading and saving steps, answering every batch with its completion.
 
     :param requests: batch sizes to compare; each request loads and saves one part.
     :param layers: layers of the model, all in one group.
     :param sessions: numbers of sessions to compare, under the default caps; each has one step open at a time.
+    :param events: of the steps of all sessions.
     :returns: ``events_per_s`` (of the largest batch, median step), ``us_per_event`` and
         ``commands_per_layer`` by number of requests; ``by_sessions``: by number of sessions ``us_per_event``,
         ``tries_per_event``, ``worst_event_ms`` and ``events``; ``sessions_ratio``: ``us_per_event`` of the most ÷ the
@@ -69,7 +73,7 @@ def measure(
             samples.append(seconds / events * 1e6)
         us_per_event[str(count)] = statistics.median(samples)
         commands_per_layer[str(count)] = commands / layers
-    by_sessions = {str(count): _share(count) for count in sessions}
+    by_sessions = {str(count): _share(count, events) for count in sessions}
     costs = [by_sessions[str(count)]["us_per_event"] for count in sorted(sessions)]
     return {
         "events_per_s": 1e6 / us_per_event[str(max(requests))],
@@ -89,13 +93,13 @@ def present(result: Mapping[str, Any]) -> list[Table]:
     return [*tables("flow", core), records_table("flow: sessions under the default caps", rows)]
 
 
-def _share(sessions: int) -> dict[str, float]:
+def _share(sessions: int, events: int) -> dict[str, float]:
     """Each session has one step at a time, which loads and saves a part; their phases differ."""
     flow = Flow(Limits())
     for number in range(sessions):
         flow.handle(SessionOpened(number, (LayerShape(0, BLOCK_BYTES),) * SHARED_LAYERS), 0.0)
     phases = SHARED_LAYERS + 2
-    ticks = max(2, SHARED_EVENTS // (sessions * SHARED_LAYERS * 4)) * phases
+    ticks = max(2, events // (sessions * SHARED_LAYERS * 4)) * phases
     held: list[list[Submit]] = [[] for _ in range(sessions)]
     handled, spent, worst = 0, 0.0, 0.0
     ready: deque[Event] = deque()

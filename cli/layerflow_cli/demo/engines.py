@@ -92,6 +92,7 @@ def served(workload: Workload, endpoint: str, name: str, mode: Mode, device: str
         mode=mode,
         chunk_tokens=workload.sizes.chunk,
         lookup_timeout_s=SETTLE_TIMEOUT_S,
+        wait_s=SETTLE_TIMEOUT_S,
     )
     connection = Noting(attached)
     engine.connect(connection)

@@ -14,9 +14,10 @@ from typing import cast
 
 import zmq
 
-from layerflow.errors import ConfigError, DeadlineExceeded, ProtocolError, RemoteError, ServerLost
+from layerflow._version import __version__
+from layerflow.errors import ConfigError, DeadlineExceeded, ProtocolError, RemoteError, ServerLost, VersionMismatch
 from layerflow.wire import codec
-from layerflow.wire.client_connection import MAX_REPLY_BYTES, ClientConnection
+from layerflow.wire.client_connection import MAX_REPLY_BYTES, ClientConnection, ClientState
 from layerflow.wire.messages import (
     WANT_ARENA,
     WANT_PRESENCE,
@@ -93,7 +94,14 @@ class Handshake:
         self._on_other = on_other
 
     def send(self, message: Message) -> None:
-        """:raises ServerLost: the server has not read for so long that the socket is full."""
+        """:raises ServerLost: the server has not read for so long that the socket is full.
+        :raises VersionMismatch: it is of a version that has no such message.
+        """
+        if message.needs_version > self.protocol.version:
+            kind = type(message).__name__
+            raise VersionMismatch(
+                f"the server speaks protocol {self.protocol.version}, which has no {kind}: upgrade the server first"
+            )
         self.send_raw(codec.encode_request(message))
 
     def send_raw(self, frame: bytes) -> None:
@@ -165,7 +173,9 @@ class Handshake:
         """
         self.protocol = ClientConnection(hello)
         self.send_raw(self.protocol.greeting)
-        self.send_raw(self.protocol.greeted(self.receive(deadline)))
+        while self.protocol.state is ClientState.GREETING:
+            if answer := self.protocol.greeted(self.receive(deadline)):
+                self.send_raw(answer)
 
     def introduce(self, engine: str, client: str, deadline: float, name: str = "") -> Welcome:
         """Greeting, hello and welcome.
@@ -173,7 +183,7 @@ class Handshake:
         :param name: what the engine is called; "" = `engine`.
         :raises VersionMismatch: the server speaks another protocol.
         """
-        self.greet(Hello(engine, client, os.getpid(), name), deadline)
+        self.greet(Hello(engine, client, os.getpid(), name, __version__), deadline)
         return cast(Welcome, self.expect(Welcome, deadline))
 
     def attach(self, attach: Attach, deadline: float) -> Attached:

@@ -15,6 +15,7 @@ from typing import Any
 import zmq
 
 from layerflow import findings
+from layerflow._version import __version__
 from layerflow.config.peers import PeerAddress
 from layerflow.config.settings import Settings
 from layerflow.errors import ConfigError, LayerflowError, VersionMismatch
@@ -24,6 +25,7 @@ from layerflow.links import links
 from layerflow.server.transport.security import read_keys
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
+from layerflow.wire.client_connection import ClientConnection, ClientState
 
 ANSWER_MS = 2000
 
@@ -141,10 +143,13 @@ def _greet(settings: Settings, peer: PeerAddress) -> wire.PeerWelcome:
             _check_reachable(peer.address)
         with dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
             dealer.connect(peer.address)
-            dealer.send(codec.greeting())
+            hello = wire.PeerHello("layerflow doctor", secrets.token_bytes(16), os.getpid(), __version__)
+            protocol = ClientConnection(hello)
+            dealer.send(protocol.greeting)
             try:
-                codec.check_greeting(_answer(dealer, monitor, public))
-                dealer.send(codec.encode(wire.PeerHello("layerflow doctor", secrets.token_bytes(16), os.getpid())))
+                while protocol.state is ClientState.GREETING:
+                    if answer := protocol.greeted(_answer(dealer, monitor, public)):
+                        dealer.send(answer)
                 said = codec.decode_reply(_answer(dealer, monitor, public))
                 dealer.send(codec.encode(wire.Bye()))
             finally:

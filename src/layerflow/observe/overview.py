@@ -85,6 +85,12 @@ def _name_of(session: Mapping[str, Any]) -> str:
     return str(session.get("name") or session.get("engine") or NOTHING)
 
 
+def _other_version(found: Mapping[str, Any], worker: Mapping[str, Any]) -> str:
+    """Which layerflow a worker has, where that is not the server's; "" = the same."""
+    own, its = found.get("version"), worker.get("version")
+    return "" if its is None or its == own else f"{_name_of(worker)} runs layerflow {its or 'of the version before'}"
+
+
 def _worker(session: Mapping[str, Any], sessions: list[Mapping[str, Any]]) -> tuple[str, ...]:
     """Return a worker's row. What its engine's scheduler looked up stands in the row of each of its workers."""
     model = str(session.get("model") or NOTHING).rstrip("/").rpartition("/")[2]
@@ -206,6 +212,9 @@ def _notes(found: Mapping[str, Any], workers: list[Mapping[str, Any]]) -> Iterat
         tried = ", ".join(f"{key} = {value}" for key, value in (trial.get("changes") or {}).items())
         left = duration(trial.get("left_s") or 0)
         yield f"{trial.get('by', '?')} tries {tried or 'the file as it is'}, for {left} more"
+    others = sorted({_other_version(found, worker) for worker in workers} - {""})
+    if others:
+        yield "upgrade not finished: " + ", ".join(others)
     recording = found.get("recording") or {}
     if recording.get("failed"):
         yield f"nothing is recorded any more: {recording.get('reason', '?')}"

@@ -15,7 +15,7 @@ import structlog
 from layerflow._version import __version__
 from layerflow.boxes import Replica
 from layerflow.config.settings import Settings
-from layerflow.errors import ProtocolError
+from layerflow.errors import ProtocolError, VersionMismatch
 from layerflow.expiring import ExpiringSet
 from layerflow.keys import covered_by
 from layerflow.server import terms
@@ -113,10 +113,12 @@ class Reader(BaseSession):
     :param leases: numbers of those that it holds.
     :param lookups: how many it has asked.
     :param link_name: names it on the link over which it reads.
+    :param version: of layerflow, as it says; "" = it was not told.
     """
 
     leases: set[int] = field(default_factory=set)
     lookups: int = 0
+    version: str = ""
     link_name: bytes = field(default_factory=lambda: secrets.token_bytes(READER_BYTES))
 
 
@@ -138,6 +140,7 @@ class ClientSession(BaseSession):
     :param hit_leases: by request, when the lease of its last hit runs out (monotonic seconds).
     :param resets: how often its engine's weights were replaced.
     :param pinned: how many bytes of the arena it has pinned for its device; -1 = it has none to pin them for.
+    :param version: of layerflow, as it says; "" = it was not told.
     """
 
     token: bytes
@@ -153,6 +156,7 @@ class ClientSession(BaseSession):
     hit_leases: dict[str, float] = field(default_factory=dict)
     resets: int = 0
     pinned: int = -1
+    version: str = ""
     figures: SessionFigures = field(default_factory=SessionFigures)
 
     @property
@@ -192,10 +196,12 @@ class Sessions:
         *,
         rights: Rights = HERE,
         name: str = "",
+        version: str = "",
     ) -> ClientSession:
         """A new session for a client that has none.
 
         :param name: what its engine would be called; "" = as it is identified.
+        :param version: see :class:`ClientSession`.
         """
         token = secrets.token_bytes(TOKEN_BYTES)
         account = self.accounts.of(address)
@@ -209,6 +215,7 @@ class Sessions:
             name=self._names.take(known, called),
             client=client,
             pid=pid,
+            version=version,
             rights=rights,
             account=account,
             heard_at=now,
@@ -218,13 +225,16 @@ class Sessions:
         self._by_token[token] = session
         return session
 
-    def open_reader(self, address: Address, name: str, pid: int, now: float, rights: Rights) -> Reader:
+    def open_reader(  # noqa: PLR0917 - what a PeerHello says
+        self, address: Address, name: str, pid: int, now: float, rights: Rights, version: str = ""
+    ) -> Reader:
         """Open a session for a server that reads here."""
         reader = Reader(
             number=next(self._numbers),
             address=address,
             name=name,
             pid=pid,
+            version=version,
             rights=rights,
             account=self.accounts.of(address),
             heard_at=now,
@@ -324,7 +334,7 @@ class Clients:
         fd_server_path: Path,
         *,
         send: Callable[[ClientSession, Message], None],
-        send_greeting: Callable[[Address], object],
+        send_raw: Callable[[Address, bytes], object],
         lose: Callable[[AnySession, str], None],
         suspect: Callable[[ClientSession], None],
     ) -> None:
@@ -332,7 +342,7 @@ class Clients:
         self._sessions = sessions
         self._fd_server_path = fd_server_path
         self._send = send
-        self._send_greeting = send_greeting
+        self._send_raw = send_raw
         self._lose_session = lose
         self._suspect = suspect
         self._greeted: ExpiringSet[Address] = ExpiringSet(MAX_GREETED)
@@ -343,10 +353,13 @@ class Clients:
 
         :raises ProtocolError: it is no greeting, or that of another protocol.
         """
-        if frame[:4] == codec.MAGIC:
-            # Both ends compare: the client learns of a mismatch even where this end would not mind.
-            self._send_greeting(address)
-        codec.check_greeting(frame)
+        try:
+            version = codec.check_greeting(frame)
+        except VersionMismatch:
+            # Both ends compare: the client learns of it, and may speak this end's version.
+            self._send_raw(address, codec.greeting())
+            raise
+        self._send_raw(address, codec.greeting(version))
         self._greeted.add(address)
 
     def greeted(self, address: Address) -> bool:
@@ -368,7 +381,14 @@ class Clients:
         self._greeted.discard(address)
         self._make_room_for_client()
         session = self._sessions.open(
-            address, message.engine, message.client, message.pid, time.monotonic(), rights=rights, name=message.name
+            address,
+            message.engine,
+            message.client,
+            message.pid,
+            time.monotonic(),
+            rights=rights,
+            name=message.name,
+            version=message.version,
         )
         settings = self._settings()
         server = settings.server

@@ -47,7 +47,7 @@ from layerflow.server.transport.security import Curve, open_curve
 from layerflow.server.trial import Trials
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
-from layerflow.wire.messages import STRANGER, Message
+from layerflow.wire.messages import STRANGER, VERSION, Message
 from layerflow.wire.rights import HERE, NotAllowed, Rights
 from layerflow.wire.zmtp import Mechanism, Null
 
@@ -261,7 +261,7 @@ class Server:
             self.sessions,
             self.fd_server_path,
             send=self._send,
-            send_greeting=lambda address: self._doors[address[0]].send(address[1], codec.greeting()),
+            send_raw=lambda address, frame: self._doors[address[0]].send(address[1], frame),
             lose=self._handlers.lose,
             suspect=lambda session: self.handoffs.lose_engine(session.engine, "a worker of its engine has hung up"),
         )
@@ -515,7 +515,7 @@ class Server:
         except ProtocolError as error:
             client = isinstance(session, ClientSession)
             known_code = "malformed" if client else STRANGER
-            code = "version" if isinstance(error, VersionMismatch) else known_code
+            code = VERSION if isinstance(error, VersionMismatch) else known_code
             if isinstance(error, NotAllowed):
                 code = error.code
             self.metrics.protocol_error(code)

@@ -43,6 +43,7 @@ def status_of(
                 "name": session.name,
                 "client": session.client,
                 "pid": session.pid,
+                "version": session.version,
                 "memory": session.memory,
                 "pinned_bytes": session.pinned if session.pinned >= 0 else None,
                 "silent": session.silent,

@@ -4,7 +4,8 @@ Control clients, the worker's link and servers that read from other servers each
 their own. What they have to send and may receive, and in which order, is decided here. A connection goes like this:
 
 1. its owner sends :data:`~ClientConnection.greeting`,
-2. passes the server's first frame to :meth:`ClientConnection.greeted`, and sends the hello that this returns,
+2. passes frames to :meth:`ClientConnection.greeted`, and sends what that returns, until it has said hello: a server
+   that is a version behind is greeted once more, in its own,
 3. passes every later frame to :meth:`ClientConnection.receive`: the first is the welcome, or a refusal,
 4. where it sends heartbeats, sends one at :attr:`~ClientConnection.next_beat`, and asks
    :meth:`~ClientConnection.silent_s`.
@@ -20,7 +21,7 @@ import math
 from layerflow.errors import InvalidTransition, LayerflowError, ProtocolError, RemoteError, SessionUnknown
 from layerflow.lives import Life
 from layerflow.wire import codec
-from layerflow.wire.messages import STRANGER, Hello, PeerHello, PeerWelcome, Problem, ToClient, Welcome
+from layerflow.wire.messages import STRANGER, VERSION, Hello, PeerHello, PeerWelcome, Problem, ToClient, Welcome
 
 MAX_REPLY_BYTES = 64 << 20
 
@@ -42,7 +43,7 @@ CONNECTION_LIFE = Life(
     "a connection",
     {
         ClientState.GREETING: (
-            "this end has greeted; the server's greeting is awaited",
+            "this end has greeted; the server's greeting is awaited, in a version that both speak",
             (ClientState.HELLO, ClientState.CLOSED),
         ),
         ClientState.HELLO: ("hello was said; the welcome is awaited", (ClientState.WELCOMED, ClientState.CLOSED)),
@@ -58,6 +59,7 @@ class ClientConnection:
     :param hello: whom this client introduces itself as.
     :param max_bytes: of one message that is received.
 
+    :ivar version: of the protocol, in which both ends speak; known once hello is said.
     :ivar heartbeat_s: how often the server wants to hear from this client; known once welcomed.
     :ivar next_beat: when the next heartbeat is due; never before the welcome.
     """
@@ -65,23 +67,32 @@ class ClientConnection:
     def __init__(self, hello: Hello | PeerHello, *, max_bytes: int = MAX_REPLY_BYTES) -> None:
         self.state = ClientState.GREETING
         self.greeting = codec.greeting()
+        self.version = codec.PROTOCOL_VERSION
         self.heartbeat_s = self.next_beat = self._liveness_s = math.inf
         self._hello = hello
         self._max_bytes = max_bytes
         self._heard_at = -math.inf
 
     def greeted(self, frame: bytes) -> bytes:
-        """Take the server's first frame. Return the hello that answers it.
+        """Take a frame of the server's before the welcome. Return what answers it: the hello, or another greeting.
 
+        :returns: b"" = nothing.
         :raises ProtocolError: the frame is no greeting.
         :raises VersionMismatch: the server speaks another protocol.
         """
-        self._enter(ClientState.HELLO)
+        if self.state is not ClientState.GREETING:
+            raise InvalidTransition(f"a connection that is {self.state.value} was greeted")
+        if self.version != codec.PROTOCOL_VERSION and _refuses_greeting(frame):
+            return b""  # the first one, which it does not speak
         try:
-            codec.check_greeting(frame)
+            version = codec.check_greeting(frame)
         except ProtocolError:
             self.close()
             raise
+        if version != self.version:
+            self.version = version
+            return codec.greeting(version)
+        self._enter(ClientState.HELLO)
         return codec.encode_request(self._hello)
 
     def receive(self, frame: bytes, now: float) -> ToClient:
@@ -138,3 +149,14 @@ class ClientConnection:
     def _enter(self, state: ClientState) -> None:
         CONNECTION_LIFE.check(self.state, state, f"of {type(self._hello).__name__}")
         self.state = state
+
+
+def _refuses_greeting(frame: bytes) -> bool:
+    """Does a server say that it speaks another version than it was greeted in?"""
+    if frame[:4] == codec.MAGIC:
+        return False
+    try:
+        message = codec.decode_reply(frame)
+    except ProtocolError:
+        return False
+    return isinstance(message, Problem) and message.code == VERSION

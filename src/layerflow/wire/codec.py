@@ -15,7 +15,10 @@ from layerflow.errors import ProtocolError, VersionMismatch
 from layerflow.wire import messages
 from layerflow.wire.messages import Message, ToClient, ToServer
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+PREDECESSOR = bytes.fromhex("6c642fdefc759d8da2e2a036f02e58b1")
+"""Fingerprint of the version before, which this end speaks too: what is newer is in fields at the end and in messages
+that only those who know them send, and are answered by."""
 MAGIC = b"LFLW"
 _GREETING = struct.Struct("<4sHH16s")
 GREETING_BYTES = _GREETING.size
@@ -68,25 +71,32 @@ FINGERPRINT = hashlib.blake2b(schema().encode(), digest_size=16, person=b"layerf
 """Compatibility fingerprint: equal where both ends have the same messages."""
 
 
-def greeting() -> bytes:
+SPOKEN = {PROTOCOL_VERSION: FINGERPRINT, PROTOCOL_VERSION - 1: PREDECESSOR}
+"""The versions that this end speaks, and what messages each has."""
+
+
+def greeting(version: int = PROTOCOL_VERSION) -> bytes:
     """The first frame in either direction: magic, protocol version, 0, compatibility fingerprint."""
-    return _GREETING.pack(MAGIC, PROTOCOL_VERSION, 0, FINGERPRINT)
+    return _GREETING.pack(MAGIC, version, 0, SPOKEN[version])
 
 
-def check_greeting(frame: bytes) -> None:
-    """Accept the other end's first frame.
+def check_greeting(frame: bytes) -> int:
+    """Accept the other end's first frame. Return the version that it speaks.
 
     :raises ProtocolError: it is no greeting at all.
-    :raises VersionMismatch: it speaks another version or other messages.
+    :raises VersionMismatch: this end does not speak that version, or the other end has other messages in it.
     """
     if len(frame) != GREETING_BYTES or frame[:4] != MAGIC:
         raise ProtocolError("the first frame is not a layerflow greeting; is this the right endpoint?")
+    version: int
     _, version, _, fingerprint = _GREETING.unpack(frame)
-    if version != PROTOCOL_VERSION or fingerprint != FINGERPRINT:
+    if SPOKEN.get(version) != fingerprint:
+        spoken = " and ".join(f"{number}/{known.hex()[:8]}" for number, known in SPOKEN.items())
         raise VersionMismatch(
-            f"the other end speaks protocol {version}/{fingerprint.hex()[:8]}, this end "
-            f"{PROTOCOL_VERSION}/{FINGERPRINT.hex()[:8]}; run the same layerflow version on both"
+            f"the other end speaks protocol {version}/{fingerprint.hex()[:8]}, this end {spoken}; "
+            "run layerflow versions that are at most one apart"
         )
+    return version
 
 
 def encode(message: Message) -> bytes:

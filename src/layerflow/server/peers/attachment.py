@@ -15,6 +15,7 @@ import msgspec
 import structlog
 import zmq
 
+from layerflow._version import __version__
 from layerflow.errors import LayerflowError, ProtocolError, RemoteError, SessionUnknown, VersionMismatch
 from layerflow.system.descriptors import FOR_CLIENTS, has_room
 from layerflow.wire import codec
@@ -201,7 +202,7 @@ class PeerAttachment:
         self.welcome: wire.PeerWelcome | None = None
         self.attempts = 0
         self._context, self._max_bytes = context, max_bytes
-        self._hello = wire.PeerHello(name, incarnation, os.getpid())
+        self._hello = wire.PeerHello(name, incarnation, os.getpid(), __version__)
         self._protocol = ClientConnection(self._hello, max_bytes=max_bytes)
         self._listener = listener
         self._dealer: Dealer | None = None
@@ -336,7 +337,8 @@ class PeerAttachment:
         assert self._dealer is not None
         try:
             if self._protocol.state is ClientState.GREETING:
-                self._dealer.send(self._protocol.greeted(frame))
+                if answer := self._protocol.greeted(frame):
+                    self._dealer.send(answer)
             else:
                 self._handle(self._protocol.receive(frame, time.monotonic()))
         except VersionMismatch as error:

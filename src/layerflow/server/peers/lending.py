@@ -485,8 +485,9 @@ class Lending:
         most = self._settings().peers.max_readers
         if len(self._sessions.readers()) >= most:
             raise ProtocolError(f"peers.max_readers = {most} servers read here already")
-        reader = self._sessions.open_reader(address, message.name, message.pid, time.monotonic(), rights)
-        log.info("peer_reader", reader=reader.name, pid=reader.pid, door=address[0])
+        now = time.monotonic()
+        reader = self._sessions.open_reader(address, message.name, message.pid, now, rights, message.version)
+        log.info("peer_reader", reader=reader.name, pid=reader.pid, version=reader.version, door=address[0])
         self._welcome(reader)
         for told in self._partitions.all():
             self._send(address, told)
@@ -598,6 +599,7 @@ class Lending:
             "who": [
                 {
                     "reader": reader.name,
+                    "version": reader.version,
                     "door": reader.address[0],
                     "leases": len(reader.leases),
                     "lookups": reader.lookups,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import msgspec
 
@@ -17,6 +17,9 @@ QUIET = b"q"
 
 STRANGER = "stranger"
 """Code of the Problem for a client that the server does not know: greet and say hello (again)."""
+
+VERSION = "version"
+"""Code of the Problem for a greeting in a version that the server does not speak."""
 
 MAX_NAME, MAX_REASON = 1024, 65_536
 """Characters of a name (of a request, an engine) and of a reason that a client gives."""
@@ -33,7 +36,12 @@ Servers = Annotated[list[Name], msgspec.Meta(max_length=256)]
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True):
-    """Base of all messages."""
+    """Base of all messages.
+
+    :cvar needs_version: the version of the protocol that has it first, among those that are spoken.
+    """
+
+    needs_version: ClassVar[int] = 1
 
 
 class Beat(Message, frozen=True, tag=7):

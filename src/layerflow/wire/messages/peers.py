@@ -34,12 +34,13 @@ Numbers = Annotated[list[int], msgspec.Meta(max_length=MAX_ITEMS)]
 class PeerHello(Message, frozen=True, tag=20):
     """A server that wants to read. Answered by PeerWelcome.
 
-    :param name: of the reader, for people.
+    :param name: of the reader, for people. :param version: of layerflow; empty = it was not told.
     """
 
     name: Name
     incarnation: Incarnation
     pid: int
+    version: Name = ""
 
 
 class PeerLookup(Message, frozen=True, tag=21):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import msgspec
 
@@ -24,12 +24,14 @@ class Hello(Message, frozen=True, tag=1):
     """Who is speaking. `engine` identifies the serving engine; its ranks and scheduler share it.
 
     :param name: what the engine is called in status, logs and metrics, best the same after a restart; empty = `engine`.
+    :param version: of layerflow; empty = it was not told.
     """
 
     engine: Name
     client: Name
     pid: int
     name: Name = ""
+    version: Name = ""
 
 
 class Attach(Message, frozen=True, tag=2):
@@ -366,6 +368,8 @@ class TrySettings(Message, frozen=True, tag=29):
     :param seconds: from now on, also where something is tried already; 0 = end it.
     :param dry: only say what would change.
     """
+
+    needs_version: ClassVar[int] = 2
 
     id: int
     content: Annotated[bytes, msgspec.Meta(max_length=MAX_SETTINGS_BYTES)] = b""
