@@ -41,7 +41,8 @@ def test_a_version_only_adds_to_the_one_before() -> None:
         added = msgspec.structs.fields(getattr(wire, name))[len(fields) :]
         assert not any(field.required for field in added), f"{name} has new fields without a default"
     for name in after.keys() - before.keys():
-        assert getattr(wire, name).needs_version == codec.PROTOCOL_VERSION or after[name][0] == "-", f"{name} says since when"
+        needed = getattr(wire, name).needs_version
+        assert needed == codec.PROTOCOL_VERSION or after[name][0] == "-", f"{name} needs a newer server"
     numbers = [number for number, _ in before.values() if number != "-"]
     assert not {after[name][0] for name in after.keys() - before.keys()} & set(numbers)
 
