@@ -28,11 +28,6 @@ class Rig:
     model: str
     logs: Path
 
-    @property
-    def loads_in_step(self) -> bool:
-        """Hits are loaded layer by layer, in the step that goes on from them."""
-        return self.model == "llama"
-
     @cached_property
     def server(self) -> ServerProcess:
         """``layerflow run``."""

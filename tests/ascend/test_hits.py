@@ -64,5 +64,4 @@ def test_each_layer_is_awaited_and_saved_once(rig: Rig) -> None:
         settled(rig.server.endpoint)
         passes: Hooks = rig.ours.hooks()
         assert all(calls in ({}, once) for each in passes for calls in each.values()), passes
-        if not known or rig.loads_in_step:
-            assert {"wait_for_layer_load": once, "save_kv_layer": once} in passes
+        assert {"wait_for_layer_load": once, "save_kv_layer": once} in passes

@@ -96,11 +96,11 @@ def agents(connector: Any, monkeypatch: pytest.MonkeyPatch) -> list[Agent]:
 
     module = sys.modules[type(connector).__module__]
     monkeypatch.setattr(module, "Agent", made)
-    monkeypatch.setattr(module, "waits_by_layer", lambda *_: True)
     monkeypatch.setattr(module, "steps_in_flight", lambda *_, **__: None)
     monkeypatch.setattr(module, "_steps_overlap", lambda _: False)
     connector._vllm_config = connector._kv_transfer_config = connector._kv_cache_config = Mock()
     connector._groups, connector._events, connector._name = 1, False, "engine"
+    connector._takes_back = False
     connector.options = Mock(endpoint="ipc:///nobody/listens/here")
     return agents
 

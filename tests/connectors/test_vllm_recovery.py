@@ -11,6 +11,7 @@ import pytest
 from layerflow.connectors.vllm.plan import WorkerReport
 from layerflow.connectors.vllm.scheduler.loads import PendingLoad
 from layerflow.connectors.vllm.scheduler.recovery import preempt_dependents
+from layerflow.connectors.vllm.worker.outcome import FailedLoads, all_failed
 
 BLOCK = 32
 
@@ -79,6 +80,15 @@ def test_the_request_and_those_that_go_on_from_its_blocks() -> None:
     assert not scheduler.encoder_cache_mismatch_reqs
 
 
+def test_before_032_vllm_keeps_those_that_wait_in_two_other_queues() -> None:
+    scheduler = FakeScheduler({"a": ([1, 2], [11, 12]), "w1": ([1, 3], [11, 13]), "w2": ([24], [25])})
+    first, second = scheduler.kv_holding_waiting
+    del scheduler.kv_holding_waiting
+    scheduler.waiting, scheduler.skipped_waiting = [second], [first]  # type: ignore[attr-defined]
+    assert preempt_dependents(scheduler, {"a": arrival(([1, 2], [11, 12]))}) == {"a", "w1"}
+    assert scheduler.restarted == {"w1"}
+
+
 def test_what_was_computed_on_what_was_computed() -> None:
     """A third request shares only what the second has computed behind a failed block."""
     scheduler = FakeScheduler({"a": ([1, 2], [11, 12]), "b": ([1, 3, 4], [11, 13, 14]), "c": ([9, 3, 8], [15, 13, 16])})
@@ -130,3 +140,14 @@ def test_nobody_keeps_a_spoilt_block_and_nobody_else_is_touched(seed: int) -> No
 def test_ranks_tell_together() -> None:
     both = WorkerReport(lost=frozenset("a")).aggregate(WorkerReport(lost=frozenset("b")))
     assert both.lost == {"a", "b"}
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("taken_back", [False, True])
+def test_with_one_group_vllm_is_told_blocks_unless_requests_are_taken_back(taken_back: bool, background: bool) -> None:
+    failures = FailedLoads(several_groups=False, taken_back=taken_back)
+    parts: Any = [SimpleNamespace(request="a", group=0, table=[7, 8], pieces=[SimpleNamespace(blocks=range(2))])]
+    failures.add(parts, all_failed(parts, "it is a test"), background=background)
+    by_request = taken_back and not background  # one that waits has computed nothing
+    assert failures.take_lost() == ({"a"} if by_request else frozenset())
+    assert failures.take_blocks() == (set() if by_request else {7, 8})

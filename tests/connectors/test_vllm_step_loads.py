@@ -25,28 +25,26 @@ STATE = GroupSpec("state", 2 * BLOCK, (2, 3), (Plane("kv", "uint8", (64,)),))
 RESIDENT = Hit(128, plan=PinnedPlaces(1, 1, np.zeros((2, 2, 1, 2), np.uint64), -1))
 
 
-def layout(spec: ModelSpec, *, waits: bool = True) -> WorkerLayout:
-    return WorkerLayout(msgspec.msgpack.encode(spec), tuple(range(len(spec.groups))), "ipc:///nowhere", waits)
+def layout(spec: ModelSpec) -> WorkerLayout:
+    return WorkerLayout(msgspec.msgpack.encode(spec), tuple(range(len(spec.groups))), "ipc:///nowhere")
 
 
 class TestWhere:
     @pytest.mark.parametrize(
-        ("groups", "recovers", "waits", "hit", "allowed"),
+        ("groups", "recovers", "hit", "allowed"),
         [
-            (1, False, True, Hit(128), True),
-            (2, True, True, RESIDENT, True),
-            (2, True, True, Hit(128), False),
-            (2, True, False, RESIDENT, False),
-            (2, False, True, RESIDENT, False),
-            (1, False, False, Hit(128), False),
+            (1, False, Hit(128), True),
+            (2, True, RESIDENT, True),
+            (2, True, Hit(128), False),
+            (2, False, RESIDENT, False),
         ],
     )
-    def test_in_the_step(self, groups: int, recovers: bool, waits: bool, hit: Hit, allowed: bool) -> None:
+    def test_in_the_step(self, groups: int, recovers: bool, hit: Hit, allowed: bool) -> None:
         loads = StepLoads(groups, recovers=recovers)
-        loads.meet_workers([layout(spec_of()), layout(spec_of(), waits=waits)])
+        loads.meet_workers([layout(spec_of()), layout(spec_of())])
         loads.seen(hooked(spec_of()))
         assert loads.may(hit, 200) is allowed
-        assert loads.needs_answer is (groups > 1 and recovers and waits)
+        assert loads.needs_answer is (groups > 1 and recovers)
 
     @pytest.mark.parametrize(("groups", "hit"), [(1, Hit(128)), (2, RESIDENT)])
     def test_never_where_a_worker_may_fail_and_take_its_report_with_it(self, groups: int, hit: Hit) -> None:

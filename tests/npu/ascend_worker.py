@@ -120,7 +120,7 @@ class AscendWorker:
         patch.setattr(layout, "_arithmetic", lambda *_: "")
         patch.setattr(layout, "_packing", lambda *_: "packed")
         agent = sys.modules["layerflow.connectors.vllm.connector"].Agent
-        patch.setattr("layerflow.connectors.vllm.connector.waits_by_layer", lambda *_: False)  # needs vLLM itself
+        patch.setattr("layerflow.connectors.vllm.scheduler.recovery.is_known", lambda *_, **__: False)  # needs vLLM
         patch.setattr(
             "layerflow.connectors.vllm.connector.Agent",
             lambda *args, **more: agent(*args, context=server.context, lookup_timeout_s=LOOKUP_S, **more),

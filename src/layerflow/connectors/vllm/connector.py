@@ -32,7 +32,7 @@ from layerflow.connectors.common.loaded import LoadedWeights
 from layerflow.connectors.common.weights import START_WAIT_S, WeightsReading
 from layerflow.connectors.vllm.identity.adapters import Adapters
 from layerflow.connectors.vllm.identity.identity import RequestKeys
-from layerflow.connectors.vllm.layout import Layout, layer_specs, layout_of, waits_by_layer, wanted_layout
+from layerflow.connectors.vllm.layout import Layout, layer_specs, layout_of, wanted_layout
 from layerflow.connectors.vllm.options import Options, allows_unknown, parse_options
 from layerflow.connectors.vllm.pd.options import check_policy
 from layerflow.connectors.vllm.pd.side import HandoffSide
@@ -108,6 +108,12 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         check_policy(transfer.kv_role, transfer.kv_load_failure_policy)
         self._name = self.options.name or _default_name(vllm_config)
         self._groups = len(kv_cache_config.kv_cache_groups)
+        # vLLM itself recovers from such a load with one group, and where no step is planned before that one has ended.
+        self._takes_back = (self._groups > 1 or _steps_overlap(vllm_config)) and recovery.is_known(
+            vllm.__version__,
+            vllm_config.scheduler_config,
+            recompute=transfer.kv_load_failure_policy == "recompute",
+        )
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._server: EmbeddedServer | None = None
@@ -130,10 +136,7 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._groups,
                 name=self._name,
                 can_fail_in_background=_TransferResults is not None,
-                recovers=self._groups > 1
-                and recovery.install(
-                    vllm.__version__, vllm_config.scheduler_config.get_scheduler_cls(), LayerflowConnector
-                ),
+                recovers=self._takes_back and recovery.install(LayerflowConnector),
                 keeps_reports=not getattr(vllm_config.parallel_config, "enable_fault_tolerance", False),
                 # With overlapping steps vLLM may emit tokens of the step behind a failed one: hits need leases there.
                 trusts_sight=transfer.kv_load_failure_policy == "recompute" and not _steps_overlap(vllm_config),
@@ -311,7 +314,7 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     overlap=_steps_overlap(self._vllm_config),
                     consumer=self._kv_transfer_config.is_kv_consumer and not self._is_child,
                 ),
-                waits=waits_by_layer(self._vllm_config, layout),
+                taken_back=self._takes_back,
                 events=self._events,
                 splits=bool(getattr(self._vllm_config.parallel_config, "use_ubatching", False)),
                 weights=self._weights,

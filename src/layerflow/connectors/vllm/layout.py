@@ -273,14 +273,6 @@ def layout_of(vllm_config: Any, cache: Any, kv_caches: Mapping[str, Any], option
     return Layout(spec, tensors, numbers, tuple(vllm_groups), weights, draft_weights)
 
 
-def waits_by_layer(vllm_config: Any, layout: Layout) -> bool:
-    """May hits be loaded in the step, once the layers have been seen to ask for their blocks?
-
-    Not on vLLM-Ascend with several cache groups: its scheduler cannot take back what was computed on a failed load.
-    """
-    return vllm_config.device_config.device_type != "npu" or len(set(layout.vllm_groups)) == 1
-
-
 def model_layer(name: str) -> int:
     """The number of the model's layer that a cache belongs to: the first one in its name."""
     return next((int(part) for part in name.split(".") if part.isdecimal()), 0)

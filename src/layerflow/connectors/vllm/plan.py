@@ -351,13 +351,11 @@ class WorkerLayout(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     :param spec: msgpack of :class:`layerflow.spec.ModelSpec`.
     :param vllm_groups: see :class:`.layout.Layout`.
     :param endpoint: where the server listens (the embedded one's is chosen by the worker).
-    :param waits: its hits may be loaded in the step, once its layers have been seen to ask for their blocks.
     """
 
     spec: bytes
     vllm_groups: tuple[int, ...]
     endpoint: str
-    waits: bool = True
 
     @property
     def model_spec(self) -> ModelSpec:

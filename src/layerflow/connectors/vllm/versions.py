@@ -9,7 +9,8 @@ import structlog
 from layerflow.errors import Unsupported
 
 OLDEST, NEWEST = (0, 27), (0, 33)
-"""The versions that the tests run are 0.27.1, 0.32.0 and 0.33.0; what lies between has the same interface."""
+"""The versions that the tests run are 0.27.1, 0.30.0 (beneath vLLM-Ascend), 0.32.0 and 0.33.0; what lies between has
+the same interface."""
 
 ALLOW_UNKNOWN = "allow_unknown_vllm"
 """The key of ``kv_connector_extra_config`` that lets a newer vLLM in."""

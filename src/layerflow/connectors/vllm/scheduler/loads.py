@@ -69,7 +69,6 @@ class StepLoads:
 
     def meet_workers(self, layouts: Collection[WorkerLayout]) -> None:
         """The workers have told their layouts."""
-        self._allowed &= all(layout.waits for layout in layouts)
         self._workers = max(layout.model_spec.shard.workers for layout in layouts)
         groups = {number: group for each in layouts for number, group in each.groups.items()}
         self._groups = tuple(groups.values())

@@ -1,11 +1,13 @@
-"""Takes back what vLLM has computed on a load of the running step that failed, for models with several cache groups.
+"""Takes back what vLLM has computed on a load of the running step that failed.
 
 vLLM 0.32 hears of such a failure by block, and for one cache group only: with several it raises, and everything is
-over. Its scheduler has what is needed all the same: it can preempt a running request and drop what the steps in flight
-have computed for it, as when its prefix cache is reset under running requests. So layerflow looks at a step's output
-just before vLLM does: a request whose load has failed is preempted, and so is every request that shares a block with it
-from the failed load on, and they start over; or they end with an error where ``kv_load_failure_policy`` says so. Not
-one token that was computed on such a block leaves the engine, none is saved, and the blocks leave vLLM's prefix cache.
+over. With one group and the next step under way by then it may emit that step's token, or compute on a token that is
+not there yet. Its scheduler has what is needed all the same: it can preempt a running request and drop what the steps
+in flight have computed for it, as when its prefix cache is reset under running requests. So layerflow looks at a step's
+output just before vLLM does: a request whose load has failed is preempted, and so is every request that shares a block
+with it from the failed load on, and they start over; or they end with an error where ``kv_load_failure_policy`` says
+so. Not one token that was computed on such a block leaves the engine, none is saved, and the blocks leave vLLM's prefix
+cache.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ import structlog
 from layerflow.connectors.vllm.scheduler.loads import PendingLoad
 from layerflow.connectors.vllm.versions import release
 
-KNOWN = ((0, 32), (0, 33))
+KNOWN = ((0, 30), (0, 32), (0, 33))
 """The vLLMs whose scheduler this was written for."""
+ENDS_REQUESTS = (0, 32)
+"""From here on a request can be ended with an error from outside."""
 NULL_BLOCK = 0
 
 log = structlog.get_logger("layerflow.vllm")
@@ -30,19 +34,31 @@ log = structlog.get_logger("layerflow.vllm")
 Tables = Sequence[Sequence[int]]
 
 
-def install(vllm_version: str, scheduler: type[Any], connector: type[Any]) -> bool:
-    """Let vLLM's scheduler recover; False where it is another one than this was written for.
+def is_known(vllm_version: str, scheduler_config: Any, *, recompute: bool) -> bool:
+    """Is the engine's scheduler one that can be made to recover?
 
-    :param scheduler: the class of the engine's scheduler.
-    :param connector: the class that answers ``failed_in_step``.
+    :param scheduler_config: vLLM's.
+    :param recompute: requests of failed loads are computed; else they end with an error.
     """
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: PLC0415 - heavy, and in one process only
+    found = release(vllm_version)
+    if found not in KNOWN or not (recompute or found >= ENDS_REQUESTS):
+        return False
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: PLC0415 - heavy, and not always asked for
     from vllm.v1.core.sched.scheduler import Scheduler  # noqa: PLC0415
 
-    if release(vllm_version) not in KNOWN or scheduler not in {Scheduler, AsyncScheduler}:
-        return False
-    if "drop_stale_output" not in inspect.signature(Scheduler._preempt_request).parameters:
-        return False
+    return (
+        scheduler_config.get_scheduler_cls() in {Scheduler, AsyncScheduler}
+        and "drop_stale_output" in inspect.signature(Scheduler._preempt_request).parameters
+    )
+
+
+def install(connector: type[Any]) -> bool:
+    """Let vLLM's scheduler recover, where :func:`is_known`.
+
+    :param connector: the class that answers ``failed_in_step``.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler  # noqa: PLC0415 - heavy, and not always asked for
+
     if not hasattr(Scheduler.update_from_output, "recovers"):
         original = Scheduler.update_from_output
 
@@ -74,7 +90,7 @@ def preempt_dependents(scheduler: Any, failed: Mapping[str, Sequence[PendingLoad
     running = {request.request_id: request for request in scheduler.running}
     waiting = {
         request.request_id: request
-        for request in scheduler.kv_holding_waiting
+        for request in _waiting(scheduler)
         if request.status.name == "WAITING_FOR_REMOTE_KVS"
     }
     holders = {name: scheduler.kv_cache_manager.get_block_ids(name) for name in (*running, *waiting)}
@@ -100,6 +116,13 @@ def preempt_dependents(scheduler: Any, failed: Mapping[str, Sequence[PendingLoad
         outcome="recomputed" if scheduler.recompute_kv_load_failures else "ended with an error",
     )
     return invalid_requests
+
+
+def _waiting(scheduler: Any) -> Iterable[Any]:
+    """Requests that do not run, those with blocks among them."""
+    if hasattr(scheduler, "kv_holding_waiting"):
+        return scheduler.kv_holding_waiting  # type: ignore[no-any-return]
+    return (*scheduler.waiting, *scheduler.skipped_waiting)  # before 0.32
 
 
 class _InvalidBlocks:

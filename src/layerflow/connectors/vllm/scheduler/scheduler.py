@@ -147,8 +147,6 @@ class SchedulerSide:
         ]
         if options.load and not self._may_load:
             missing.append("loads, as this vLLM cannot recover from a failed load of several cache groups")
-        if options.load and not layout.waits and options.mode != "bulk":
-            missing.append("loads layer by layer, as its layers do not ask for their blocks one by one")
         log.info(
             "connector_ready",
             engine=self._name or self._engine_id,

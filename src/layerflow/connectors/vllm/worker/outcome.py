@@ -17,15 +17,17 @@ log = structlog.get_logger("layerflow.vllm")
 class FailedLoads:
     """Since each was last taken.
 
-    With one cache group vLLM is told blocks. With several block ids do not tell it which request is meant: it is told
-    the requests whose background loads have failed, and :mod:`..scheduler.recovery` those whose step's loads have.
+    With one cache group vLLM is told blocks, unless steps overlap and its scheduler can take back what they compute on
+    a failed load. Else it is told the requests whose background loads have failed, and :mod:`..scheduler.recovery`
+    those whose step's loads have: with several groups block ids do not tell which request is meant.
 
     :ivar restarts: a background load that fails is told as a whole with one group too: its request starts over.
     :ivar shares: requests of which a load has failed, with the share of its blocks that has.
     """
 
-    def __init__(self, *, several_groups: bool) -> None:
+    def __init__(self, *, several_groups: bool, taken_back: bool) -> None:
         self._several_groups = several_groups
+        self._taken_back = taken_back
         self._blocks: set[int] = set()
         self._waiting: set[str] = set()
         self._lost: set[str] = set()
@@ -54,7 +56,7 @@ class FailedLoads:
             log.warning("load_failed", request=failed.request, blocks=len(failed.blocks), reason=failed.reason)
             share = len(failed.blocks) / blocks_of[failed.request]
             self.shares[failed.request] = max(share, self.shares.get(failed.request, 0.0))
-            if not (self._several_groups or (background and self.restarts)):
+            if self._tells_blocks(background=background):
                 self._blocks.update(block_ids[failed.request, failed.group, block] for block in failed.blocks)
             elif background:
                 self._waiting.add(failed.request)
@@ -65,10 +67,13 @@ class FailedLoads:
         """A load that vLLM was promised, and that could not be planned."""
         log.warning("load_failed", request=request, blocks=len(load.blocks), reason="it could not be planned")
         self.shares[request] = 1.0
-        if not (self._several_groups or (load.background and self.restarts)):
+        if self._tells_blocks(background=load.background):
             self._blocks.update(load.blocks)
         else:
             (self._waiting if load.background else self._lost).add(request)
+
+    def _tells_blocks(self, *, background: bool) -> bool:
+        return not (self._several_groups or (self.restarts if background else self._taken_back))
 
     def take_blocks(self) -> set[int]:
         """Block ids that hold no valid bytes."""

@@ -80,7 +80,7 @@ class WorkerSide:
 
     :param early: loads may begin before vLLM has prepared the step: nothing that it does then touches the blocks.
     :param in_flight: on a device; see :class:`.order.LoadOrder`.
-    :param waits: see :class:`.plan.WorkerLayout`.
+    :param taken_back: vLLM's scheduler is told which requests' loads have failed in a running step, not which blocks.
     :param events: tell which chunks are stored, for KV cache events.
     :param splits: vLLM may compute a pass in micro-batches, each layer once for each of them.
     :param weights: what this worker computes with; None = nobody writes to it.
@@ -96,7 +96,7 @@ class WorkerSide:
         early: bool,
         events: bool,
         in_flight: int | None = None,
-        waits: bool = True,
+        taken_back: bool = False,
         splits: bool = False,
         weights: LoadedWeights | None = None,
     ) -> None:
@@ -105,7 +105,6 @@ class WorkerSide:
         self._layout = layout
         self._endpoint = endpoint
         self._early = early
-        self._waits = waits
         self._order = LoadOrder(agent.record, in_flight)
         self._runner = RunnerOrder()
         self._hooks = LayerHooks(layout)
@@ -136,7 +135,7 @@ class WorkerSide:
         self._outdated: dict[str, str] = {}  # background loads whose bytes are of no use, and why
         self._cancelled: set[str] = set()  # their requests are over
         self._leaving: set[str] = set()
-        self._failures = FailedLoads(several_groups=several_groups)
+        self._failures = FailedLoads(several_groups=several_groups, taken_back=taken_back)
         self._ran: set[int] = set()
         self._landing = LandingLoads()
         self._held: dict[int, list[Step]] = {}
@@ -155,7 +154,7 @@ class WorkerSide:
     def greeting(self) -> WorkerLayout:
         """For the scheduler's side."""
         spec = msgspec.msgpack.encode(self._layout.spec)
-        return WorkerLayout(spec, self._layout.vllm_groups, self._endpoint, self._waits)
+        return WorkerLayout(spec, self._layout.vllm_groups, self._endpoint)
 
     # -- before the forward pass --------------------------------------------------------------------
 
