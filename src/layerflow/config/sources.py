@@ -33,6 +33,7 @@ _SIZE = 'write pool.size with its unit, "20GiB" (pool_size where vLLM embeds the
 _PEERS = "other hosts' servers are listed in peers.attach (docs/peers.md); remove this key"
 _NO_PORT = "scheduler and workers meet at `endpoint`, the server's server.endpoint; remove this key"
 _NO_CONTROLLER = "there is no controller; remove this key"
+_PARTITIONS = "engines tell each other their pipeline stages, even or not (docs/pd.md); remove this key"
 _SEGMENT_SIZE = 'write pool.mooncake.segment_size, "1GiB"'
 
 FOREIGN = {
@@ -63,6 +64,11 @@ FOREIGN = {
     "lookup_rpc_port": _NO_PORT,
     "mooncake_rpc_port": _NO_PORT,
     "layerwise_num_shared_buffers": f"all layers share one arena; {_SIZE}",
+    "layerwise_independent_layers": "no layers share memory of the device; remove this key",
+    "memcache_dp_init_barrier": "engines attach to one server and wait for no other; remove this key",
+    "qos_priority": "copies have no priority of their own, transfer.h2d_stagger_us keeps ranks apart; remove this key",
+    "prefill_pp_size": _PARTITIONS,
+    "prefill_pp_layer_partition": _PARTITIONS,
     "local_hostname": "write pool.mooncake.hostname",
     "master_server_address": 'write pool.mooncake.master = "host:50051"',
     "global_segment_size": _SEGMENT_SIZE,
