@@ -2,18 +2,18 @@
 
 import json
 import os
+from functools import partial
 
+import command_lines
 import pytest
 from e2e.known import KnownWorker, small_spec
 from sim.recordings import KnownMachine
 from sim.worlds import conversations
 from sizing.models import MODELS
-from typer.testing import CliRunner
 
 from layerflow.config.settings import Settings
 from layerflow.recording.format import Dropped
 from layerflow.server import EmbeddedServer
-from layerflow_cli.main import app
 
 
 @pytest.fixture(autouse=True)
@@ -52,15 +52,8 @@ def trace(tmp_path):
 MACHINE = ["--link", "25GB/s", "--layer-us", "0.8"]
 
 
-def simulate(*arguments):
-    return CliRunner().invoke(app, ["simulate", *arguments])
-
-
-def refused(*arguments):
-    result = simulate(*arguments)
-    assert result.exit_code == 2 and result.stdout == "", result.output
-    (line,) = result.stderr.splitlines()
-    return line
+simulate = partial(command_lines.run, "simulate")
+refused = partial(command_lines.refused, "simulate")
 
 
 def test_says_first_how_far_it_can_be_trusted(trace, model):

@@ -9,7 +9,8 @@ from typing import Any
 
 from layerflow.config.settings import Settings
 from layerflow.flow.cost import ComputeCost, LinkCost
-from layerflow.sim.simulation import Machine, Outcome, one_group_spec, simulate
+from layerflow.sim.machine import Machine
+from layerflow.sim.simulation import Outcome, one_group_spec, simulate
 from layerflow.sim.trace import RequestTrace, parse_trace
 
 CHUNK = 64

@@ -3,9 +3,10 @@
 import json
 import os
 import re
+from functools import partial
 
+import command_lines
 import pytest
-from typer.testing import CliRunner
 
 from layerflow.config.settings import Settings
 from layerflow.flow.cost import LinkCost
@@ -13,7 +14,6 @@ from layerflow.server.terms import terms_of
 from layerflow.sizing import capacity_of, race, shape_of
 from layerflow.sizing.break_even import compute_cost
 from layerflow.system.descriptors import FLOOR
-from layerflow_cli.main import app
 from sizing.models import FILE, MODELS
 
 
@@ -36,15 +36,8 @@ def model(tmp_path):
     return write
 
 
-def plan(*arguments):
-    return CliRunner().invoke(app, ["plan", *arguments])
-
-
-def refused(*arguments):
-    result = plan(*arguments)
-    assert result.exit_code == 2 and result.stdout == "", result.output
-    (line,) = result.stderr.splitlines()
-    return line
+plan = partial(command_lines.run, "plan")
+refused = partial(command_lines.refused, "plan")
 
 
 @pytest.mark.parametrize("name", MODELS)

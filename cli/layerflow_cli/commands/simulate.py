@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from layerflow.config.settings import Settings
     from layerflow.flow.cost import LinkCost
     from layerflow.sim.curve import CurvePoint
+    from layerflow.sim.machine import Machine
     from layerflow.sim.recorded import RecordedPrompts
-    from layerflow.sim.simulation import Figures, Machine
+    from layerflow.sim.simulation import Figures
     from layerflow.sim.trace import RequestTrace
     from layerflow.spec import ModelSpec
 
@@ -110,8 +111,9 @@ def simulate(
       layerflow simulate monday.lfr --curve pool.size
     """
     from layerflow.config.settings import Settings, effective  # noqa: PLC0415 - `--help` stays quick
+    from layerflow.sim.machine import Machine  # noqa: PLC0415
     from layerflow.sim.recorded import is_recording, prompts_of, read_run  # noqa: PLC0415
-    from layerflow.sim.simulation import EVICTIONS, Machine  # noqa: PLC0415
+    from layerflow.sim.simulation import EVICTIONS  # noqa: PLC0415
     from layerflow.sim.trace import read_trace  # noqa: PLC0415
     from layerflow.sizing import capacity_of, read_config, shape_of  # noqa: PLC0415
 

@@ -355,7 +355,7 @@ def plan_direct(session: ClientSession, message: OpenStep, checked: CheckedStep)
     spec = session.spec
     assert spec is not None
     loads, saves = checked.loads, [wanted for wanted, _ in checked.saves]
-    book = StepRecord(("step", session.number, message.step), direct=True)
+    book = StepRecord(step_owner(session.number, message.step), direct=True)
     _remember_loads(book, loads)
     book.save_parts = list(range(len(saves)))
     book.save_keys = [wanted.keys for wanted in saves]

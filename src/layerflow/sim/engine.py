@@ -11,44 +11,17 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from layerflow.flow.cost import ComputeCost, LinkCost, Mode, ModeInputs, attention_pairs, choose
+from layerflow.config.settings import TransferSettings
+from layerflow.flow.cost import Mode, ModeInputs, attention_pairs, choose
 from layerflow.keys import object_keys
 from layerflow.objects import object_bytes
 from layerflow.pool.base import NewObject
 from layerflow.sim.clock import VirtualClock
 from layerflow.sim.forward import ForwardPass
+from layerflow.sim.machine import Machine
 from layerflow.sim.server import ROOT, SimulatedServer, WantedLoad
 from layerflow.sim.trace import TracedRequest
 from layerflow.sim.worker import SimulatedLoads, SimulatedWorker
-from layerflow.spec import ModelSpec
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineModel:
-    """What an engine does by itself.
-
-    :param compute: of one layer, see :class:`layerflow.flow.cost.ComputeCost`.
-    :param link: what a worker's loads cost, to choose how a hit is used.
-    :param max_batched_tokens: of one step. :param max_running: requests at once.
-    :param cache_tokens: that the engine's own memory holds, prompts of ended requests among them; 0 = as many as it
-        runs, and nothing of a request that has ended.
-    :param step_seconds: of a step, beside its layers. :param loading_seconds: of a step that loads, more.
-    :param mode: ``"auto"``, ``"layerwise"`` or ``"bulk"``.
-    :param saves_tails: a prompt's last, partial chunk is stored too.
-    """
-
-    compute: ComputeCost
-    link: LinkCost
-    max_batched_tokens: int = 8192
-    max_running: int = 256
-    cache_tokens: int = 0
-    step_seconds: float = 0.0
-    loading_seconds: float = 0.0
-    mode: str = "auto"
-    saves_tails: bool = True
-    max_transfer_bytes: int = 64 << 20
-    step_timeout_s: float = 5.0
-    save_timeout_s: float = 30.0
 
 
 @dataclass(slots=True, eq=False)
@@ -182,7 +155,8 @@ class Decodes:
 class SimulatedEngine:
     """One engine: its queue, its steps, and a worker for each tensor-parallel rank.
 
-    :param spec: of its first rank.
+    :param machine: whose engine it is. :param transfer: the settings that workers keep to.
+    :param workers: of its ranks, in their order.
     :param ended: told of each request that has ended.
 
     :ivar exposed_s: how long its steps waited for loads, all together.
@@ -192,17 +166,18 @@ class SimulatedEngine:
         self,
         clock: VirtualClock,
         server: SimulatedServer,
-        spec: ModelSpec,
-        model: EngineModel,
+        machine: Machine,
+        transfer: TransferSettings,
         *,
         workers: Sequence[SimulatedWorker],
         ended: Callable[[RunningRequest], None],
     ) -> None:
         self.exposed_s = 0.0
-        self._clock, self._server, self._spec, self._model = clock, server, spec, model
+        self._clock, self._server, self._machine, self._transfer = clock, server, machine, transfer
+        self._spec = spec = workers[0].spec
         self.workers = workers
         self._ended = ended
-        self._cache = OwnCache(model.cache_tokens, spec.chunk_tokens)
+        self._cache = OwnCache(machine.cache_tokens, spec.chunk_tokens)
         self._waiting: deque[RunningRequest] = deque()
         self._running: list[RunningRequest] = []
         self._in_bulk = 0
@@ -246,7 +221,7 @@ class SimulatedEngine:
             return
         tokens = sum([n for _, n in work])
         pairs = sum([attention_pairs(n, running.computed) for running, n in work])
-        cost = self._model.compute
+        cost = self._machine.compute
         self._numbers += 1
         layers = self._spec.num_layers
         layer_s = cost.fixed + tokens * cost.token + pairs * cost.pair
@@ -257,23 +232,23 @@ class SimulatedEngine:
                 running.exposed_s += waited
 
         def computed() -> None:
-            self._clock.at(self._clock.now + self._model.step_seconds, lambda: self._end(step))
+            self._clock.at(self._clock.now + self._machine.step_seconds, lambda: self._end(step))
 
         forward = ForwardPass(self._clock, self._numbers, [layer_s] * layers, exposed=exposed, computed=computed)
         step = self._pass = EngineStep(work, loading, forward)
         self._open(step)
-        begin = self._clock.now + (self._model.loading_seconds if forward.loads else 0.0)
+        begin = self._clock.now + (self._machine.loading_seconds if forward.loads else 0.0)
         if forward.opened:
             self._clock.at(begin, forward.begin)
         else:
-            self._clock.at(begin + layers * layer_s + self._model.step_seconds, lambda: self._end(step))
+            self._clock.at(begin + layers * layer_s + self._machine.step_seconds, lambda: self._end(step))
 
     def _decode(self) -> None:
         """Every request takes a token a step, until the first has all of its tokens."""
-        running, model, cost = self._running, self._model, self._model.compute
+        running, machine, cost = self._running, self._machine, self._machine.compute
         count, layers = len(running), self._spec.num_layers
         pairs = sum([attention_pairs(1, each.computed) for each in running])
-        first_s = layers * (cost.fixed + count * cost.token + pairs * cost.pair) + model.step_seconds
+        first_s = layers * (cost.fixed + count * cost.token + pairs * cost.pair) + machine.step_seconds
         steps = min([each.request.output - each.generated for each in running])
         decodes = self._decodes = Decodes(self._clock.now, first_s, layers * count * cost.pair, steps)
         self._clock.at(decodes.end(steps), lambda: self._decoded(decodes, steps))
@@ -290,7 +265,7 @@ class SimulatedEngine:
 
     def _schedule(self) -> tuple[list[tuple[RunningRequest, int]], list[RunningRequest]]:
         """What the next step computes, and the requests whose hits it loads."""
-        budget = self._model.max_batched_tokens
+        budget = self._machine.max_batched_tokens
         work: list[tuple[RunningRequest, int]] = []
         for running in self._running:
             tokens = min(budget, running.request.tokens - running.computed if running.prefills else 1)
@@ -298,7 +273,7 @@ class SimulatedEngine:
                 work.append((running, tokens))
                 budget -= tokens
         loading: list[RunningRequest] = []
-        while self._waiting and budget > 0 and len(self._running) + self._in_bulk < self._model.max_running:
+        while self._waiting and budget > 0 and len(self._running) + self._in_bulk < self._machine.max_running:
             first = self._waiting[0]
             if not first.recomputes:
                 local = self._cache.hold(first.request)
@@ -335,19 +310,19 @@ class SimulatedEngine:
         return mode
 
     def _choose(self, hit: int, prompt: int) -> Mode:
-        model = self._model
-        if model.mode != "auto":
-            return Mode(model.mode)
+        machine, transfer = self._machine, self._transfer
+        if transfer.mode != "auto":
+            return Mode(transfer.mode)
         return choose(
             ModeInputs(
                 hit_tokens=hit,
                 new_tokens=prompt - hit,
                 layers=self._spec.num_layers,
                 bytes_per_token=self._bytes_per_token,
-                link=model.link,
-                compute=model.compute,
-                step_seconds=model.loading_seconds,
-                max_transfer_bytes=model.max_transfer_bytes,
+                link=machine.load,
+                compute=machine.compute,
+                step_seconds=machine.loading_seconds,
+                max_transfer_bytes=transfer.byte_cap,
             )
         )
 
@@ -385,7 +360,7 @@ class SimulatedEngine:
         upto = min((running.computed + tokens) // chunk, len(request.chunks))
         chunks = request.chunks[running.saved : upto]
         ends = running.computed + tokens == request.tokens
-        tail = request.tail if ends and self._model.saves_tails else b""
+        tail = request.tail if ends and not self._transfer.discard_partial_chunks else b""
         by_group: list[list[NewObject]] = []
         for group, spec in enumerate(self._spec.groups):
             blocks = len(spec.rules.keep(chunk))
@@ -435,7 +410,7 @@ class SimulatedEngine:
         saves: Sequence[tuple[str, int, list[NewObject]]],
     ) -> list[WantedLoad] | None:
         """Open a step of one worker: see :meth:`.SimulatedServer.open_step`."""
-        now, model = self._clock.now, self._model
+        now, transfer = self._clock.now, self._transfer
         names = {running.name: running for running in loading}
 
         def failed(request: str) -> None:
@@ -446,8 +421,8 @@ class SimulatedEngine:
             step,
             loads=loads,
             saves=saves,
-            deadline=now + model.step_timeout_s,
-            save_deadline=now + model.save_timeout_s,
+            deadline=now + transfer.step_timeout_ms / 1e3,
+            save_deadline=now + transfer.save_timeout_ms / 1e3,
             failed=failed,
         )
 
@@ -463,7 +438,7 @@ class SimulatedEngine:
         blocks: Counter[int] = Counter()
         for load in loads:
             blocks[load.group] += load.blocks
-        deadline = self._clock.now + self._model.step_timeout_s
+        deadline = self._clock.now + self._transfer.step_timeout_ms / 1e3
         return worker.load(step, blocks, deadline, over=lambda moved: over(worker, moved), layer_ready=layer_ready)
 
     def _end(self, step: EngineStep) -> None:

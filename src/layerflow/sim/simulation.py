@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import msgspec
 
 from layerflow.config.settings import Settings
-from layerflow.flow.cost import ComputeCost, LinkCost
 from layerflow.flow.window import BatchCaps, WindowCaps
 from layerflow.pool.directory import DirectoryEntry
 from layerflow.pool.eviction import EvictionPolicy, S3Fifo
@@ -18,9 +17,10 @@ from layerflow.pool.memory import MemoryPool
 from layerflow.server.terms import limits_of, terms_of
 from layerflow.sim.arena import SimulatedArena, SimulatedHeaders
 from layerflow.sim.clock import VirtualClock
-from layerflow.sim.engine import EngineModel, RunningRequest, SimulatedEngine
+from layerflow.sim.engine import RunningRequest, SimulatedEngine
 from layerflow.sim.kinds import refuse_kinds
 from layerflow.sim.lru import Lru
+from layerflow.sim.machine import Machine
 from layerflow.sim.server import SimulatedServer
 from layerflow.sim.trace import RequestTrace
 from layerflow.sim.worker import LinkTimes, SimulatedLink, SimulatedWorker
@@ -28,33 +28,6 @@ from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
 
 EVICTIONS: dict[str, Callable[[], EvictionPolicy[DirectoryEntry]]] = {"s3fifo": S3Fifo, "lru": Lru}
 """Orders of eviction by name: layerflow's, and one to compare it with."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """What stands for hardware and engines.
-
-    :param spec: of the model on one worker; its shard says how many there are.
-    :param engines: that share the server. :param load: a worker's link from the arena. :param save: and to it.
-    :param arena_bytes: of the pool.
-    :param compute: of one layer on one worker.
-    :param batch_seconds: what a lane spends on a batch beside its bytes.
-    :param eviction: a name of :data:`EVICTIONS`.
-    """
-
-    spec: ModelSpec
-    arena_bytes: int
-    load: LinkCost
-    save: LinkCost
-    compute: ComputeCost
-    engines: int = 1
-    max_batched_tokens: int = 8192
-    max_running: int = 256
-    cache_tokens: int = 0
-    step_seconds: float = 0.0
-    loading_seconds: float = 0.0
-    batch_seconds: float = 0.0
-    eviction: str = "s3fifo"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +129,7 @@ def _engine(
     server: SimulatedServer,
     ended: Callable[[RunningRequest], None],
 ) -> SimulatedEngine:
-    transfer, shard = settings.transfer, machine.spec.shard
+    shard = machine.spec.shard
     terms = terms_of(settings, machine.engines * shard.tp_size)
     workers = []
     for rank in range(shard.tp_size):
@@ -175,21 +148,7 @@ def _engine(
         )
         server.attach(worker)
         workers.append(worker)
-    model = EngineModel(
-        compute=machine.compute,
-        link=machine.load,
-        max_batched_tokens=machine.max_batched_tokens,
-        max_running=machine.max_running,
-        cache_tokens=machine.cache_tokens,
-        step_seconds=machine.step_seconds,
-        loading_seconds=machine.loading_seconds,
-        mode=transfer.mode,
-        saves_tails=not transfer.discard_partial_chunks,
-        max_transfer_bytes=transfer.byte_cap,
-        step_timeout_s=transfer.step_timeout_ms / 1e3,
-        save_timeout_s=transfer.save_timeout_ms / 1e3,
-    )
-    return SimulatedEngine(clock, server, workers[0].spec, model, workers=workers, ended=ended)
+    return SimulatedEngine(clock, server, machine, settings.transfer, workers=workers, ended=ended)
 
 
 def _figures(
