@@ -30,6 +30,9 @@ LEAST_BESIDE = 8
 AS_GOOD = 0.05
 """A further term is believed in where it leaves so much less of the error unexplained, as a share."""
 
+USUAL = 0.95
+"""A lane's thread wakes up as late as the mean of so large a share of batches tells; the latest are not its doing."""
+
 FAR_OFF = 3.0
 """Times."""
 
@@ -79,14 +82,9 @@ def fit_link(lanes: Sequence[Sequence[MovedBatch]]) -> LinkTimes | None:
     slower = max(1.0, statistics.median(ratios)) if known is alone and len(ratios) >= LEAST_BESIDE else 1.0
     bandwidth = 1.0 / per_byte if per_byte > 0.0 else math.inf
     times = LinkTimes(LinkCost(bandwidth, latency), batch, block, slower)
-    rows = [
-        ((1.0, float(each.nbytes)), seconds)
-        for lane in lanes
-        for each, seconds in _handled(times, [batch for batch in lane if batch.emulated])
-        if seconds > _RESOLUTION
-    ]
-    handling = least_relative_error(rows, preferred=0)
-    return times if handling is None else replace(times, lane_batch_seconds=handling[0], lane_byte_seconds=handling[1])
+    late = [seconds for lane in lanes for _, seconds in _handled(times, [each for each in lane if each.emulated])]
+    usual = sorted(late)[: math.ceil(len(late) * USUAL)]
+    return replace(times, lane_batch_seconds=statistics.fmean(usual) if usual else 0.0)
 
 
 def slowdowns(times: LinkTimes, lane: Iterable[MovedBatch]) -> dict[int, float]:
@@ -100,14 +98,12 @@ def slowdowns(times: LinkTimes, lane: Iterable[MovedBatch]) -> dict[int, float]:
     return {layer: took[layer] / seconds for layer, seconds in fitted.items() if seconds > 0.0}
 
 
-def handling_slowdowns(times: LinkTimes, lane: Iterable[MovedBatch]) -> dict[int, float]:
-    """By layer, how many times as long as fitted the lane's thread took for batches that had passed."""
-    took: defaultdict[int, float] = defaultdict(float)
-    fitted: defaultdict[int, float] = defaultdict(float)
+def lateness(times: LinkTimes, lane: Iterable[MovedBatch]) -> dict[int, float]:
+    """By layer, how much longer than fitted the lane's thread took for batches that had passed, together; seconds."""
+    late: defaultdict[int, float] = defaultdict(float)
     for each, seconds in _handled(times, lane):
-        took[each.layer] += seconds
-        fitted[each.layer] += times.handling(each.nbytes)
-    return {layer: took[layer] / seconds for layer, seconds in fitted.items() if seconds > 0.0}
+        late[each.layer] += seconds - times.lane_batch_seconds
+    return dict(late)
 
 
 def _handled(times: LinkTimes, lane: Iterable[MovedBatch]) -> Iterator[tuple[MovedBatch, float]]:

@@ -25,7 +25,7 @@ from layerflow.recording.format import PartSeen
 from layerflow.server.terms import limits_of, terms_of
 from layerflow.sim.arena import SimulatedArena, SimulatedHeaders
 from layerflow.sim.clock import VirtualClock
-from layerflow.sim.fit import MovedBatch, fit_compute, fit_link, handling_slowdowns, slowdowns
+from layerflow.sim.fit import MovedBatch, fit_compute, fit_link, lateness, slowdowns
 from layerflow.sim.forward import ForwardPass
 from layerflow.sim.recorded import RecordedEngine, RecordedPass, RecordedPrompt, RecordedRun, digests, last_pass
 from layerflow.sim.server import ROOT, SimulatedServer, WantedLoad
@@ -167,7 +167,7 @@ def _noise(load: LinkTimes, batches: Sequence[MovedBatch], opened: float) -> Loa
     for batch in batches:
         begins[batch.layer] = min(begins.get(batch.layer, math.inf), batch.began - opened)
     if all(batch.emulated for batch in batches):
-        return LoadNoise(dict.fromkeys(begins, 1.0), handling_slowdowns(load, batches), begins)
+        return LoadNoise(dict.fromkeys(begins, 1.0), lateness(load, batches), begins)
     return LoadNoise(slowdowns(load, batches), {}, begins)
 
 

@@ -22,7 +22,7 @@ class LinkTimes:
     :param batch_seconds: that a batch takes, whatever it carries. :param block_seconds: and for each of its blocks.
     :param beside: so many times as long a batch takes that begins while the other direction moves something.
     :param lane_batch_seconds: that the lane's thread takes for a batch which has passed an emulated link, one after the
-        other; the link goes on meanwhile. :param lane_byte_seconds: and for each of its bytes.
+        other; the link goes on meanwhile.
     """
 
     cost: LinkCost
@@ -30,11 +30,6 @@ class LinkTimes:
     block_seconds: float = 0.0
     beside: float = 1.0
     lane_batch_seconds: float = 0.0
-    lane_byte_seconds: float = 0.0
-
-    def handling(self, nbytes: int) -> float:
-        """Seconds of the lane's thread for a batch that has passed."""
-        return self.lane_batch_seconds + nbytes * self.lane_byte_seconds
 
     def passing(self, nbytes: int, blocks: int) -> float:
         """Seconds for which a batch has the link to itself."""
@@ -55,12 +50,12 @@ class SimulatedLink:
         self.busy = 0.0
         self.other: SimulatedLink | None = None
 
-    def handled(self, arrives: float, nbytes: int, slowdown: float) -> float:
+    def handled(self, arrives: float, late: float) -> float:
         """When the lane's thread has handled a batch.
 
-        :param slowdown: so many times as long it takes.
+        :param late: so much longer than the link's figures say it takes; seconds, below 0 = less.
         """
-        self.lane_free_at = max(arrives, self.lane_free_at) + self.times.handling(nbytes) * slowdown
+        self.lane_free_at = max(arrives, self.lane_free_at) + max(0.0, self.times.lane_batch_seconds + late)
         return self.lane_free_at
 
     def send(self, nbytes: int, blocks: int, now: float, slowdown: float | None = None) -> float:
@@ -82,14 +77,14 @@ class LoadNoise:
     """What was one step's own on its rank: how its loads went beside what is fitted. By layer.
 
     :param slowdown: so many times as long as they would pass its batches take, their latency included.
-    :param handling: so many times as long as fitted the lane's thread takes for them.
+    :param late: so many seconds longer than fitted the lane's thread takes for the first of them.
     :param begins: while it is calibrated: when its first batch began, in seconds behind the step's opening.
 
     :ivar lags: how much later than it could its first batch begins: the lane came late.
     """
 
     slowdown: Mapping[int, float] = field(default_factory=dict)
-    handling: Mapping[int, float] = field(default_factory=dict)
+    late: Mapping[int, float] = field(default_factory=dict)
     begins: Mapping[int, float] = field(default_factory=dict)
     lags: dict[int, float] = field(default_factory=dict)
 
@@ -247,11 +242,13 @@ class SimulatedWorker:
                 extent = batch.extent
                 noise = loads.noise
                 slower = noise.slowdown.get(batch.layer)
+                late = 0.0
                 if not (extent.lo or extent.byte_lo):
+                    late = noise.late.get(batch.layer, 0.0)
                     begin = max(begin, self.loads.free_at)
                     begin += noise.lag(batch.layer, begin, loads.opened)
                 arrives = self.loads.send(extent.nbytes, extent.hi - extent.lo, begin, slower)
-                handled = self.loads.handled(arrives, extent.nbytes, noise.handling.get(batch.layer, 1.0))
+                handled = self.loads.handled(arrives, late)
                 self._clock.at(handled, _Landing(self, loads, batch))
         for loads in exhausted:
             self._end(loads)
