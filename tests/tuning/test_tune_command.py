@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from e2e.known import eventually
 from typer.testing import CliRunner
 
 from layerflow.agent import Control
+from layerflow.agent.control import DEFAULT_TIMEOUT_S
 from layerflow.errors import LayerflowError
 from layerflow_cli.bench.harness import ServerProcess
+from layerflow_cli.commands.tune import RunningServer
 from layerflow_cli.main import app
 from tuning.loaded import BAD, GOOD, loading, serving
 
@@ -118,6 +121,19 @@ def test_a_trial_ends_after_its_time_and_with_an_edit(served: Served) -> None:
     finally:
         served.path.write_text(BAD)
     assert eventually(lambda: served.status()["limits"]["max_transfer_bytes"] == 64 << 10)
+
+
+def test_a_server_that_stands_still_is_waited_for(served: Served) -> None:
+    server = RunningServer(served.control)
+    server.look()
+    pid = served.status()["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    again = threading.Timer(DEFAULT_TIMEOUT_S + 0.5, os.kill, (pid, signal.SIGCONT))
+    again.start()
+    try:
+        assert server.look().incarnation == str(pid)
+    finally:
+        again.join()
 
 
 @pytest.mark.parametrize(

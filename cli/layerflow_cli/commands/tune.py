@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from layerflow.tuning.verify import Goal, Look, Report, Window
 
 EXIT_NOT_CONFIRMED = 1
+PATIENCE_S = 15.0
+"""A server that answers within this has stood still, and is not gone."""
 _BAR = 30
 _WIDTH = 80
 
@@ -67,20 +69,20 @@ def tune(
         raise typer.Exit(EXIT_NOT_CONFIRMED)
 
 
-class _Server:
+class RunningServer:
     """The running server, and this machine's clock."""
 
     def __init__(self, control: Control) -> None:
         self._control = control
 
     def hold(self, content: bytes, seconds: float) -> None:
-        self._control.try_settings(content, seconds)
+        self._control.try_settings(content, seconds, timeout_s=PATIENCE_S)
 
     def end(self) -> None:
         from layerflow.errors import RemoteError  # noqa: PLC0415
 
         try:
-            self._control.try_settings(b"", 0)
+            self._control.try_settings(b"", 0, timeout_s=PATIENCE_S)
         except RemoteError as error:
             if error.code != "trial":  # ours has ended, and another client's has begun
                 raise
@@ -88,7 +90,7 @@ class _Server:
     def look(self) -> Look:
         from layerflow.tuning.verify import look_of  # noqa: PLC0415
 
-        return look_of(self._control.status(), time.monotonic())
+        return look_of(self._control.status(PATIENCE_S), time.monotonic())
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
@@ -142,7 +144,13 @@ def _verify(
             highlight=False,
         )
         try:
-            verify(_Server(control), content, report, when, lambda window: screen.print(_line(window), highlight=False))
+            verify(
+                RunningServer(control),
+                content,
+                report,
+                when,
+                lambda window: screen.print(_line(window), highlight=False),
+            )
         finally:
             _show(report, path, html, json_file)
     finally:
