@@ -148,6 +148,13 @@ def test_contradictions_are_refused(refusal, overrides, words):
 def test_files_that_cannot_be_used(toml, refusal, tmp_path):
     assert "no such configuration file" in refusal(tmp_path / "absent.toml")[0]
     assert "not valid TOML" in refusal(toml("[pool\n"))[0]
+    for text in (f"[transfer]\nprefetch_layers = {'9' * 5000}\n", f"x = {'[' * 2000}\n"):
+        assert "not valid TOML" in refusal(toml(text))[0]
+
+
+def test_of_many_unknown_keys_the_first_are_told(toml, refusal):
+    told = refusal(toml("".join(f"a{number} = 1\n" for number in range(1000))))
+    assert len(told) == 100
 
 
 def test_constructor_takes_only_what_it_is_given(monkeypatch):

@@ -77,6 +77,18 @@ def test_versions_that_are_further_apart_are_told_both() -> None:
         ClientConnection(HELLO).greeted(further)
 
 
+def test_a_server_that_wavers_is_left() -> None:
+    """It could keep a client greeting for ever."""
+    older, refused = codec.greeting(PREDECESSOR), codec.encode(wire.Problem(-1, wire.VERSION, "no"))
+    for second in ([codec.greeting()], [refused, codec.greeting()], [refused, refused]):
+        protocol = ClientConnection(HELLO)
+        assert protocol.greeted(older) == older
+        assert [protocol.greeted(frame) for frame in second[:-1]] == [b""] * (len(second) - 1)
+        with pytest.raises(ProtocolError):
+            protocol.greeted(second[-1])
+        assert protocol.state is ClientState.CLOSED
+
+
 def test_nobody_is_greeted_twice() -> None:
     protocol = ClientConnection(HELLO)
     protocol.greeted(codec.greeting())

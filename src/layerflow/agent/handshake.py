@@ -92,15 +92,16 @@ class Handshake:
         self.protocol: ClientConnection
         self.connection: socket.socket | None = None
         self._on_other = on_other
+        self._version = codec.PROTOCOL_VERSION
 
     def send(self, message: Message) -> None:
         """:raises ServerLost: the server has not read for so long that the socket is full.
         :raises VersionMismatch: it is of a version that has no such message.
         """
-        if message.needs_version > self.protocol.version:
+        if message.needs_version > self._version:
             kind = type(message).__name__
             raise VersionMismatch(
-                f"the server speaks protocol {self.protocol.version}, which has no {kind}: upgrade the server first"
+                f"the server speaks protocol {self._version}, which has no {kind}: upgrade the server first"
             )
         self.send_raw(codec.encode_request(message))
 
@@ -176,6 +177,7 @@ class Handshake:
         while self.protocol.state is ClientState.GREETING:
             if answer := self.protocol.greeted(self.receive(deadline)):
                 self.send_raw(answer)
+        self._version = self.protocol.version
 
     def introduce(self, engine: str, client: str, deadline: float, name: str = "") -> Welcome:
         """Greeting, hello and welcome.

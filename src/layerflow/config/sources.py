@@ -177,6 +177,8 @@ def read_toml(model: type[BaseSettings], path: Path, content: bytes | None = Non
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {_in_its_line(model, text, str(error))}") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, hundreds of nested arrays
+        raise ConfigError(f"{path}: not valid TOML: {str(error).partition(';')[0]}") from None
     return _canonical(model, raw, str(path))
 
 
@@ -349,6 +351,10 @@ def _flat(known: Container[str], raw: Mapping[str, Any], table: str = "") -> Ite
             yield place, value
 
 
+MOST_PROBLEMS = 100
+"""Of one source, whose unknown keys are told; the first ones are enough to begin with."""
+
+
 def _canonical(model: type[BaseModel], raw: Mapping[str, Any], origin: str) -> Source:
     """Rename aliases, and keep out what layerflow does not have."""
     known = {name: own_keys(section) for name, section in sections(model).items()}
@@ -373,7 +379,7 @@ def _canonical(model: type[BaseModel], raw: Mapping[str, Any], origin: str) -> S
             put(place, *ALIASES[key], value)
         elif table in _ALIAS_TABLES and key == "use_layerwise":
             _use_layerwise(values.setdefault("transfer", {}), place, value, problems)
-        else:
+        elif len(problems) < MOST_PROBLEMS:  # looking for what was meant takes a millisecond each
             problems.append(_unknown(model, place))
     return Source(values, [f"{origin}: {problem}" for problem in problems])
 

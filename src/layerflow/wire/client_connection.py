@@ -68,6 +68,7 @@ class ClientConnection:
         self.state = ClientState.GREETING
         self.greeting = codec.greeting()
         self.version = codec.PROTOCOL_VERSION
+        self._refusal_due = False
         self.heartbeat_s = self.next_beat = self._liveness_s = math.inf
         self._hello = hello
         self._max_bytes = max_bytes
@@ -82,16 +83,20 @@ class ClientConnection:
         """
         if self.state is not ClientState.GREETING:
             raise InvalidTransition(f"a connection that is {self.state.value} was greeted")
-        if self.version != codec.PROTOCOL_VERSION and _refuses_greeting(frame):
-            return b""  # the first one, which it does not speak
+        if self._refusal_due and _refuses_greeting(frame):
+            self._refusal_due = False
+            return b""  # the first greeting's, which it does not speak
         try:
             version = codec.check_greeting(frame)
         except ProtocolError:
             self.close()
             raise
-        if version != self.version:
-            self.version = version
+        if version < self.version:  # once, and downwards: nobody is greeted without end
+            self.version, self._refusal_due = version, True
             return codec.greeting(version)
+        if version > self.version:
+            self.close()
+            raise ProtocolError(f"the server answered a greeting in protocol {self.version} with one in {version}")
         self._enter(ClientState.HELLO)
         return codec.encode_request(self._hello)
 

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 MOST_MISSED, MOST_MISSED_TOKENS = 1 << 20, 1 << 40
 """Lookups, and their tokens, that one Missed may tell of: a client sends it every second."""
 
+BUGS = (ArithmeticError, LookupError, TypeError, ValueError, RecursionError)
+"""No message may take the loop, nor its sender's patience: a bug costs that one request."""
+
 ENDING = (wire.DropLease, wire.EndHandoff, wire.ReleaseHandoff, wire.Abort, wire.Bye)
 """Small messages that end something: they are taken however much a client keeps."""
 
@@ -81,8 +84,7 @@ class Handlers:
             self._refuse(session, message, "impossible", error)
         except LayerflowError as error:
             self._refuse(session, message, "invalid", error)
-        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-            # No message may take the loop, nor its sender's patience: a bug here costs this one request.
+        except BUGS as error:
             self._log.exception("message_failed", session=session.number, kind=type(message).__name__)
             self._refuse(session, message, "internal", LayerflowError(f"{type(error).__name__}: {error}"))
 
@@ -193,23 +195,23 @@ class Handlers:
             case wire.StatusRequest():
                 context.send(session, wire.Status(message.id, msgspec.json.encode(context.status())))
             case wire.RecordRequest():
-                self._later(session, message.id, lambda: context.recorder.asked(message))
+                self._later(session, message, lambda: context.recorder.asked(message))
             case wire.TraceRequest():
                 workers = self._workers_named(message.engine)
                 asked = functools.partial(trace_workers, context.span_questions, workers, message.seconds)
-                self._later(session, message.id, asked)
+                self._later(session, message, asked)
             case wire.TrySettings():
                 there = functools.partial(context.sessions.get, session.number)
                 self._later(
                     session,
-                    message.id,
+                    message,
                     lambda: context.trials.asked(message, session, lambda: there() is not session),
                 )
             case wire.Spans():
                 self._worker(session, "Spans")
                 context.span_questions.answered(session, message)
             case wire.Purge():
-                self._later(session, message.id, lambda: purge(context, session, tier=message.tier))
+                self._later(session, message, lambda: purge(context, session, tier=message.tier))
             case wire.Reset():
                 told = reset_engine(context, session.engine)
                 context.send(session, wire.Status(message.id, msgspec.json.encode(told)))
@@ -258,9 +260,13 @@ class Handlers:
         context.driver.incoming.drop_lease(owner)
 
     def _later(
-        self, session: ClientSession, number: int, work: Callable[[], Coroutine[Any, Any, dict[str, Any]]]
+        self,
+        session: ClientSession,
+        message: wire.RecordRequest | wire.TraceRequest | wire.TrySettings | wire.Purge,
+        work: Callable[[], Coroutine[Any, Any, dict[str, Any]]],
     ) -> None:
         """Answer with what `work` returns, if the client is still there then."""
+        number = message.id
 
         async def answer() -> None:
             try:
@@ -270,6 +276,10 @@ class Handlers:
                 self._context.metrics.protocol_error(code)
                 self._log.warning("message_refused", session=session.number, code=code, error=str(error))
                 self._context.send(session, wire.Problem(number, code, str(error)))
+                return
+            except BUGS as error:
+                self._log.exception("message_failed", session=session.number, kind=type(message).__name__)
+                self._context.send(session, wire.Problem(number, "internal", f"{type(error).__name__}: {error}"))
                 return
             if self._context.sessions.get(session.number) is session:
                 self._context.send(session, wire.Status(number, msgspec.json.encode(told)))
