@@ -43,7 +43,7 @@ app.command(short_help="Draw the last steps of a running server's engines.")(tra
 app.command(short_help="Print every setting, or check or start a file.")(config)
 app.command(short_help="Size a model's cache, and plan settings for it.")(plan)
 app.command(short_help="Replay a trace under another configuration.")(simulate)
-app.command(short_help="Try settings on a running server, and go back.")(tune)
+app.command(short_help="Find better settings, or try some on a server.")(tune)
 app.command(short_help="Check a configuration on this machine.")(doctor)
 app.command(short_help="Show layer-wise beside bulk loading.")(demo)
 app.add_typer(bench)

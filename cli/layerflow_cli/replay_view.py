@@ -31,14 +31,14 @@ def show_replay(replay: Replay, other: Settings | None, link: LinkCost | None, j
     if asked and not trust.trusted:
         raise ConfigError(
             f"{replay.run.name}: nothing is predicted of another configuration, because its own is not: "
-            f"{'; '.join(_against(trust))}"
+            f"{'; '.join(against(trust))}"
         )
     changed = replay.under(other or replay.settings, link=link) if asked else None
     if json_file is not None:
         told = {
             "trust": {
                 "trusted": trust.trusted,
-                "against": _against(trust),
+                "against": against(trust),
                 "rows": [
                     {
                         "name": row.name,
@@ -73,10 +73,10 @@ def _lines(replay: Replay, other: Settings | None, changed: ReplayFigures | None
         differs = _change(row.recorded, row.predicted) + ("" if row.alike else " !")
         yield f"{row.name:32}{row.recorded:11,.2f}{row.predicted:11,.2f}{differs:>11}{row.fitted:11,.2f}"
     yield ""
-    against = _against(trust)
-    if against:
+    reasons = against(trust)
+    if reasons:
         yield "Nothing is recommended:"
-        yield from (f"  {why}" for why in against)
+        yield from (f"  {why}" for why in reasons)
         return
     yield "Predicted: each step with its own recorded noise. Fit alone: without any."
     yield "A prefill: from its lookup's answer to the end of the last step computing it."
@@ -93,7 +93,7 @@ def _lines(replay: Replay, other: Settings | None, changed: ReplayFigures | None
         yield f"Not simulated, and so without effect here: {', '.join(unjudged)}."
 
 
-def _against(trust: Trust) -> list[str]:
+def against(trust: Trust) -> list[str]:
     """What stands against believing it."""
     return [
         *trust.reasons,

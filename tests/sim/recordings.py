@@ -36,6 +36,8 @@ BEGAN = 1000.0
 class KnownMachine:
     """One engine, whose link and compute take exactly what these say.
 
+    Loads are cut as ``transfer.max_transfer_bytes`` of its settings says, and follow one another.
+
     :param bandwidth: of loads, saves are half as quick. :param batch_s: of each batch. :param block_s: of each block.
     :param fixed_s: of a layer, :param token_s: and of each new token.
     """
@@ -85,15 +87,18 @@ class KnownMachine:
         opened, self.step = self.now, self.step + 1
         new, layer_s = tokens - hit, self.fixed_s + (tokens - hit) * self.token_s
         blocks = -(-hit // BLOCK)
-        load_s = self.batch_s + blocks * self.block_s + blocks * BLOCK_BYTES / self.bandwidth if blocks else 0.0
+        batches = [(count, self._batch_s(count)) for count in self._batches(blocks)]
+        load_s = sum(seconds for _, seconds in batches)
         for rank in range(self.ranks):
             trace = StepTrace(self.step, 0, "", [])
             at = opened
             exposed = 0.0
             for layer in range(LAYERS):
                 landed = opened + (layer + 1) * load_s if load_s else at
-                if load_s:
-                    trace.add("load", layer, landed - load_s, landed, nbytes=blocks * BLOCK_BYTES, blocks=blocks)
+                begin = landed - load_s
+                for count, seconds in batches:
+                    trace.add("load", layer, begin, begin + seconds, nbytes=count * BLOCK_BYTES, blocks=count)
+                    begin += seconds
                 if landed > at:
                     trace.add("wait", layer, at, landed)
                     exposed += landed - at
@@ -123,6 +128,14 @@ class KnownMachine:
         self.stored.update(numbers)
         self.now = at
         return exposed, at - answered
+
+    def _batches(self, blocks: int) -> list[int]:
+        """Blocks of each batch of a layer."""
+        most = self.settings.transfer.max_transfer_bytes // BLOCK_BYTES
+        return [min(most, blocks - first) for first in range(0, blocks, most)]
+
+    def _batch_s(self, blocks: int) -> float:
+        return self.batch_s + blocks * self.block_s + blocks * BLOCK_BYTES / self.bandwidth
 
     def _sample(self) -> None:
         self.records.append(ServerSample(self.now, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0))

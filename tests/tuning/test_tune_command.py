@@ -21,7 +21,7 @@ from layerflow.agent import Control
 from layerflow.agent.control import DEFAULT_TIMEOUT_S
 from layerflow.errors import LayerflowError
 from layerflow_cli.bench.harness import ServerProcess
-from layerflow_cli.commands.tune import RunningServer
+from layerflow_cli.commands.tune import PATIENCE_S, RunningServer
 from layerflow_cli.main import app
 from tuning.loaded import BAD, GOOD, loading, serving
 
@@ -45,7 +45,7 @@ class Served:
         return subprocess.run(self.command(*args), capture_output=True, text=True, timeout=120, check=False)
 
     def status(self) -> dict[str, Any]:
-        return self.control.status()
+        return self.control.status(PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
@@ -68,17 +68,62 @@ def _as_it_was(served: Served) -> Iterator[None]:
     assert served.status()["limits"]["prefetch_layers"] == 1
 
 
+@pytest.fixture
+def awful(served: Served) -> Iterator[None]:
+    """The file asks for copies so small that no load on this machine hides what they cost: 64 of 300 us a layer."""
+    served.path.write_text(BAD.replace("64KiB", "16KiB"))
+    assert eventually(lambda: served.status()["limits"]["max_transfer_bytes"] == 16 << 10)
+    yield
+    served.path.write_text(BAD)
+    assert eventually(lambda: served.status()["limits"]["max_transfer_bytes"] == 64 << 10)
+
+
+@pytest.mark.usefixtures("awful")
 def test_better_settings_are_confirmed(served: Served, tmp_path: Path) -> None:
     tuned, report, page = served.file("good.toml", GOOD), tmp_path / "r.json", tmp_path / "r.html"
-    args = ("--verify", str(tuned), "--for", "11s", "--window", "1.1s", "--html", str(page))
-    done = served.tune(*args, "--json", str(report))
-    assert done.returncode == 0, done.stdout + done.stderr
-    told = json.loads(report.read_text())
-    assert told["verdict"] == "confirmed" and told["tuned_sha256"] == hashlib.sha256(GOOD.encode()).hexdigest()
-    assert told["changes"] == {"transfer.prefetch_layers": 4, "transfer.max_transfer_bytes": 4 << 20}
-    assert told["figures"]["exposed_ms"]["tuned"] < told["figures"]["exposed_ms"]["file"] / 2
-    assert len(told["windows"]) == 10 and all(window["loading_steps"] for window in told["windows"])
-    assert page.read_text().count("<rect") == 10
+    before = served.path.read_text()
+    told: dict[str, Any] = {}
+    for window_s in (1.1, 2.5, 5.0):  # longer where other work on this machine has hidden it
+        args = ("--verify", str(tuned), "--for", f"{12 * window_s:g}s", "--window", f"{window_s:g}s")
+        command = subprocess.Popen(
+            served.command(*args, "--json", str(report), "--html", str(page)), stderr=subprocess.PIPE, text=True
+        )
+        seen = set()
+
+        def over(command: subprocess.Popen[str] = command, seen: set[tuple[str, int, int]] = seen) -> bool:
+            seen.add(_in_force(served.status()))
+            return command.poll() is not None
+
+        assert eventually(over, timeout_s=60 + 20 * window_s, every_s=0.1)
+        errors = command.communicate()[1]
+        told = json.loads(report.read_text())
+        assert command.returncode == (0 if told["verdict"] == "confirmed" else 1), errors
+        assert (
+            {("tuned", 4, 4 << 20), ("file", 1, 16 << 10)}
+            <= seen
+            <= {
+                ("tuned", 4, 4 << 20),
+                ("file", 1, 16 << 10),
+                ("", 1, 16 << 10),
+            }
+        )
+        assert told["tuned_sha256"] == hashlib.sha256(GOOD.encode()).hexdigest()
+        assert told["changes"] == {"transfer.prefetch_layers": 4, "transfer.max_transfer_bytes": 4 << 20}
+        arms = [window["settings"] for window in told["windows"]]
+        assert arms == ["file", "tuned", "tuned", "file"] * (len(arms) // 4) + ["file", "tuned"][: len(arms) % 4]
+        assert page.read_text().count("<rect") == len(arms)
+        assert served.path.read_text() == before and _in_force(served.status()) == ("", 1, 16 << 10)
+        if told["verdict"] == "confirmed":
+            break
+    assert told["verdict"] == "confirmed" and len(told["windows"]) == 12, told
+    assert told["figures"]["exposed_ms"]["tuned"] < told["figures"]["exposed_ms"]["file"]
+
+
+def _in_force(status: dict[str, Any]) -> tuple[str, int, int]:
+    """What is held, and the limits in force at that moment."""
+    limits, sha256 = status["limits"], status["trial"]["sha256"]
+    names = {hashlib.sha256(GOOD.encode()).hexdigest(): "tuned", hashlib.sha256(b"").hexdigest(): "file", "": ""}
+    return names[sha256], limits["prefetch_layers"], limits["max_transfer_bytes"]
 
 
 def test_harmful_settings_are_taken_back(served: Served) -> None:

@@ -1,4 +1,4 @@
-"""``layerflow tune``: are these settings better on the running server?"""
+"""``layerflow tune``: find better settings in a recording, and see if they are on the running server."""
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ _WIDTH = 80
 
 
 def tune(
+    trace: Annotated[
+        Path | None, typer.Argument(metavar="[TRACE]", help="A recording: find settings that suit it better.")
+    ] = None,
     verify: Annotated[
         Path | None,
         typer.Option("--verify", metavar="FILE", help="Try this file on the running server, in turn with its own."),
@@ -38,33 +41,59 @@ def tune(
         str | None, typer.Option("--window", metavar="TIME", help="One window; else a 20th of the time.")
     ] = None,
     goal: Annotated[
-        str,
+        str | None,
         typer.Option(
-            metavar="GOAL", help="What is to be better: exposed, exposed_p99, exposed_p99=20ms or hit_tokens."
+            metavar="GOAL",
+            help="What is to be better: exposed_p99, exposed_p99=20ms, hit_tokens; with TRACE also ttft_p99; with "
+            "--verify also exposed, the mean, which it is by default.",
         ),
-    ] = "exposed",
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="With TRACE: write the changed file here.")
+    ] = None,
+    also: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY", help="With TRACE: a key that needs a restart and may change too: pool.size."),
+    ] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the windows as a page.")] = None,
     endpoint: Endpoint = None,
     config: ConfigFile = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Try settings on a running server: windows under its own file and under another one, in turn, and a paired test.
+    """Find better settings by a recording, or see whether a file is better on the running server.
+
+    With TRACE: replays it under other values of the keys that a replay can judge, and changes the fewest of them, and
+    nothing within the noise. The file that is written differs from --config in those keys only. Where the recording's
+    own configuration is not predicted, nothing is recommended.
+
+    With --verify: windows under the server's own file and under another one, in turn, and a paired test.
 
     The watched file is not written. The server holds the other settings, and goes back to its file's when a window
     ends, when they make loads fail or p99 of exposed time rise, at Ctrl-C, and when this command dies.
 
-    Exit code 0: the file is better. 1: it is not, or was taken back, or somebody edited the watched file. 2: wrong
-    input, or no server.
+    Exit code of --verify 0: the file is better. 1: it is not, or was taken back, or somebody edited the watched file.
+    2: wrong input, no server, or a recording without trust; nothing is written or tried.
 
     \b
-    Example:
+    Examples:
+      layerflow tune monday.lfr --config layerflow.toml --goal exposed_p99=20ms -o tuned.toml
       layerflow tune --verify tuned.toml --for 20m --json report.json --html report.html
     """
-    if verify is None:
-        raise ConfigError("give --verify FILE to try a file on the running server")
+    if (verify is None) == (trace is None):
+        raise ConfigError("give a recording to find settings by, or --verify FILE to try a file on the running server")
+    if trace is not None:
+        from layerflow_cli.tuned_file import Wanted, tune_file  # noqa: PLC0415 - `--help` stays quick
+
+        if config is None:
+            raise ConfigError("which file is to be tuned? Give it with --config")
+        tune_file(Wanted(trace, config, goal or "exposed_p99", tuple(also or ()), output, json_file))
+        return
+    assert verify is not None
+    if output is not None or also:
+        raise ConfigError("-o and --also belong to a recording: --verify writes no file")
     seconds = parse_duration("--for", duration)
     window_s = None if window is None else parse_duration("--window", window)
-    report = _verify(endpoint_of(endpoint, config), verify, goal, seconds, window_s, html, json_file)
+    report = _verify(endpoint_of(endpoint, config), verify, goal or "exposed", seconds, window_s, html, json_file)
     if report.verdict.value != "confirmed":
         raise typer.Exit(EXIT_NOT_CONFIRMED)
 

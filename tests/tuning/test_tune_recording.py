@@ -1,0 +1,174 @@
+"""From a recording of a badly tuned server to a file, and whether it is better there."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import time
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e.known import eventually
+from sim.recordings import BLOCK, BLOCK_BYTES, CHUNK, KnownMachine
+from typer.testing import CliRunner
+
+from layerflow.agent import Control
+from layerflow.config.settings import Settings
+from layerflow.sim.replay import Replay, Trust
+from layerflow.tuning.verify import look_of
+from layerflow_cli.main import app
+from tuning.loaded import BAD as SMALL_COPIES
+from tuning.loaded import loading, serving
+
+FILE = '# Tuned badly on purpose.\n[transfer]\nmode = "layerwise"\nmax_transfer_bytes = "80KiB"\n'
+CHUNKS = range(9, 15)
+
+
+def invoke(*args: str) -> Any:
+    return CliRunner().invoke(app, list(args))
+
+
+@dataclass
+class Recorded:
+    """A recording, and the file that held."""
+
+    trace: Path
+    file: Path
+    machine: KnownMachine
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """Of a machine that a formula describes: prompts that hit, in many copies of which each costs 1 ms."""
+    folder = tmp_path_factory.mktemp("t")
+    file = folder / "layerflow.toml"
+    file.write_text(FILE)
+    settings = Settings.load(file, {"pool.size": 64 << 20})
+    machine = KnownMachine(bandwidth=1e9, batch_s=1e-3, settings=settings)
+    drawn = random.Random(1)
+    for _ in range(80):
+        machine.serve(range(drawn.choice(CHUNKS)))
+    return Recorded(machine.write(folder / "x.lfr"), file, machine)
+
+
+def test_a_badly_tuned_file_is_changed_in_what_is_wrong_with_it(recorded: Recorded, tmp_path: Path) -> None:
+    out, told_in = tmp_path / "tuned.toml", tmp_path / "x.json"
+    args = ("tune", str(recorded.trace), "--config", str(recorded.file), "-o", str(out), "--json", str(told_in))
+    done = invoke(*args)
+    assert done.exit_code == 0, done.output
+    told, text = json.loads(told_in.read_text()), out.read_text()
+    (change,) = told["changes"]
+    assert (change["key"], change["before"], change["after"]) == ("transfer.max_transfer_bytes", 80 << 10, 1 << 20)
+    # The longest prompt waits for its first layer, in one copy: the others load while layers are computed.
+    blocks = CHUNKS[-1] * CHUNK // BLOCK
+    first_s = recorded.machine.batch_s + blocks * BLOCK_BYTES / recorded.machine.bandwidth
+    assert told["after_ms"] == pytest.approx(first_s * 1e3, rel=0.01) and told["before_ms"] > 20 * told["after_ms"]
+    assert told["gain"]["gain_ms"] == pytest.approx(told["before_ms"] - told["after_ms"])
+    assert tomllib.loads(text)["transfer"] == tomllib.loads(FILE)["transfer"] | {"max_transfer_bytes": "1MiB"}
+    assert text.startswith("# Tuned badly on purpose.") and text.count("(predicted)") == 1
+    assert recorded.file.read_text() == FILE
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--goal", "speed"), "use exposed_p99"),
+        (("--goal", "exposed_p99=fast"), "write a time such as"),
+        (("--also", "pool.sise"), "pool.size"),
+        (("-o", "layerflow.toml"), "is the file that is tuned"),
+        (("--config", "other.toml"), "differ from what was recorded"),
+        (("--config", "wrong.toml"), "did you mean transfer.prefetch_layers?"),
+        (("--config", "/nonexistent.toml"), "cannot be read"),
+    ],
+)
+def test_wrong_input_writes_nothing(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], words: str
+) -> None:
+    monkeypatch.chdir(recorded.file.parent)
+    Path("other.toml").write_text(FILE + "discard_partial_chunks = true\n")
+    Path("wrong.toml").write_text("[transfer]\nprefetch_layer = 1\n")
+    there = {path.name: path.read_bytes() for path in Path().iterdir() if path.is_file()}
+    given = args if "--config" in args else ("--config", "layerflow.toml", *args)
+    _refused(words, "tune", "x.lfr", *given, *(() if "-o" in args else ("-o", "tuned.toml")))
+    assert {path.name: path.read_bytes() for path in Path().iterdir() if path.is_file()} == there
+
+
+def test_recordings_that_cannot_be_used(recorded: Recorded, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rest = ("--config", str(recorded.file), "-o", str(tmp_path / "tuned.toml"))
+    whole = recorded.trace.read_bytes()
+    for name, content, words in (
+        ("none.lfr", None, "no such file"),
+        ("lines.jsonl", b'{"timestamp": 0}\n', "is no recording"),
+        ("cut.lfr", whole[:4200], "cut"),
+        ("newer.lfr", whole[:16] + b"\x63" + whole[17:], "version"),
+    ):
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        _refused(words, "tune", str(tmp_path / name), *rest)
+    monkeypatch.setattr(Replay, "trust", Trust((), ("settings have changed",)))
+    _refused("nothing is recommended", "tune", str(recorded.trace), *rest)
+    assert not (tmp_path / "tuned.toml").exists()
+
+
+def _refused(words: str, *args: str) -> None:
+    done = invoke(*args)
+    assert done.exit_code == 2 and done.stdout == "" and words in done.stderr, done.output
+    assert done.stderr.count("\n") == 1, done.stderr
+
+
+BAD = SMALL_COPIES.replace("64KiB", "4MiB")
+GRID = list(itertools.product((0, 1, 2, 4), ("1MiB", "4MiB", "16MiB")))
+
+
+@pytest.mark.campaign
+def test_tune_finds_most_of_what_a_grid_finds_and_verify_confirms_it(tmp_path: Path) -> None:
+    file, trace, out = tmp_path / "layerflow.toml", tmp_path / "long.lfr", tmp_path / "tuned.toml"
+    file.write_text(BAD)
+    with serving(file) as server, loading(server.endpoint):
+        control = Control(server.endpoint, engine="test")
+        try:
+            control.record(trace, 20.0, 16 << 20)
+            assert eventually(lambda: not control.status(15.0)["recording"]["on"], timeout_s=60)
+            done = invoke("tune", str(trace), "--config", str(file), "-o", str(out))
+            assert done.exit_code == 0, done.output
+            print(done.stdout, out.read_text())
+            share = _share_of_the_grids_gain(control, out.read_text())
+        finally:
+            control.close()
+        assert share >= 0.8
+        confirmed = invoke("tune", "--verify", str(out), "--for", "40s", "--endpoint", server.endpoint)
+    print(confirmed.stdout)
+    assert confirmed.exit_code == 0, confirmed.output
+
+
+def _share_of_the_grids_gain(control: Control, tuned_text: str) -> float:
+    """What the tuned file gains, as a share of what the best of the grid does, both measured."""
+    grid = [BAD.replace("= 1\n", f"= {layers}\n").replace("4MiB", size) for layers, size in GRID]
+    texts = [BAD, tuned_text, *grid]
+    sums = [[0.0, 0] for _ in texts]
+    for _ in range(4):  # in turn, so that a machine that slows down favours none
+        for text, total in zip(texts, sums, strict=True):
+            mean, steps = _exposed(control, text, 2.5)
+            total[0] += mean * steps
+            total[1] += steps
+    bad, tuned, *measured = [total / steps for total, steps in sums]
+    best = min(measured)
+    for (layers, size), mean in zip(GRID, measured, strict=True):
+        print(f"prefetch_layers {layers}, {size:>6}: {mean * 1e3:6.2f} ms")
+    print(f"as it is {bad * 1e3:.2f} ms, tuned {tuned * 1e3:.2f} ms, best of the grid {best * 1e3:.2f} ms")
+    return (bad - tuned) / (bad - best)
+
+
+def _exposed(control: Control, text: str, seconds: float) -> tuple[float, int]:
+    """Mean exposed seconds of a step with loads under these settings, and how many there were."""
+    control.try_settings(text.encode(), seconds + 60)
+    time.sleep(0.5)
+    before = look_of(control.status(15.0), 0.0)
+    time.sleep(seconds)
+    new = look_of(control.status(15.0), seconds).exposed.since(before.exposed)
+    control.try_settings(b"", 0)
+    return new.mean_s, new.count
