@@ -6,12 +6,21 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
+from test_vllm_scheduler import BLOCKS, House, fakes
+from test_vllm_step_loads import layout
+from vllm_fakes import FULL, hooked, output
 
+from layerflow.agent.hit_plan import PinnedPlaces
+from layerflow.agent.values import Hit
 from layerflow.connectors.vllm.plan import WorkerReport
-from layerflow.connectors.vllm.scheduler.loads import PendingLoad
+from layerflow.connectors.vllm.scheduler.loads import PendingLoad, StepLoads
 from layerflow.connectors.vllm.scheduler.recovery import preempt_dependents
 from layerflow.connectors.vllm.worker.outcome import FailedLoads, all_failed
+
+__all__ = ["fakes"]
 
 BLOCK = 32
 
@@ -95,9 +104,25 @@ def test_what_was_computed_on_what_was_computed() -> None:
     assert preempt_dependents(scheduler, {"a": arrival(([1, 2], [11, 12]))}) == {"a", "b", "c"}
 
 
-def test_a_request_that_has_ended_meanwhile_leaves_nothing_in_the_prefix_cache() -> None:
+def test_a_request_that_has_ended_meanwhile_leaves_nothing_of_its_own_in_the_prefix_cache() -> None:
+    scheduler = FakeScheduler({"b": ([1, 3], [11, 13]), "c": ([5], [15]), "d": ([20], [22])})
+    failed = arrival(([1, 2], [11, 12]))
+    failed[0].last = ([1, 2, 5], [0, 12, 15])
+    assert preempt_dependents(scheduler, {"a": failed}) == {"b", "c"}
+    assert scheduler.evicted == {1, 2, 3, 5, 11, 12, 13, 15}
+
+
+def test_a_request_that_was_preempted_meanwhile_leaves_nothing_in_the_prefix_cache() -> None:
     scheduler = FakeScheduler({"b": ([1, 3], [11, 13]), "d": ([20], [22])})
     assert preempt_dependents(scheduler, {"a": arrival(([1, 2], [11, 12]))}) == {"b"}
+    assert scheduler.evicted == set(range(200))
+
+
+def test_of_a_request_whose_load_is_not_known_nothing_counts() -> None:
+    scheduler = FakeScheduler({"a": ([1, 2], [11, 12]), "b": ([1, 3], [11, 13]), "d": ([20], [22])})
+    assert preempt_dependents(scheduler, {"a": ()}) == {"a", "b"}
+    assert scheduler.evicted == {1, 2, 3, 11, 12, 13}
+    assert preempt_dependents(scheduler, {"x": ()}) == set()
     assert scheduler.evicted == set(range(200))
 
 
@@ -135,6 +160,77 @@ def test_nobody_keeps_a_spoilt_block_and_nobody_else_is_touched(seed: int) -> No
     wanted = {name for name, tables in holders.items() if spoilt & set(tables[0])}
     assert preempt_dependents(scheduler, {"r0": arrival(holders["r0"], start * BLOCK)}) == wanted
     assert spoilt <= scheduler.evicted
+
+
+def fail(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("a bug")
+
+
+HIT, PREFIX = 128, 32
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(("part", "method"), [("_search", "take"), ("_saves", "fresh"), ("_saves", "step")])
+def test_a_promised_load_that_no_plan_has_is_taken_back(
+    monkeypatch: pytest.MonkeyPatch, part: str, method: str, groups: int
+) -> None:
+    """From vLLM's hooks on the scheduler's side, by the workers' report, to its scheduler."""
+    made = House(*[FULL, msgspec.structs.replace(FULL, layers=(2, 3))][:groups], mode="layerwise")
+    made.side.step_loads = StepLoads(groups, recovers=True)
+    made.side.step_loads.meet_workers([layout(made.side.spec)])
+    made.side.step_loads.seen(hooked(made.side.spec))
+    asked = made.arrive("r", 150, Hit(HIT, plan=PinnedPlaces(1, 1, np.zeros((2, 2, 1, 2), np.uint64), -1)))
+    assert made.side.matched(asked, PREFIX) == (HIT - PREFIX, False)
+    made.admit(asked, HIT - PREFIX)
+    with monkeypatch.context() as patch:
+        patch.setattr(getattr(made.side, part), method, fail)
+        plan = made.plan("r")
+    assert not plan.loads and plan.depends_on_load
+    failures = FailedLoads(several_groups=groups > 1, taken_back=True)
+    for request, load in plan.unkept.items():
+        failures.unkept(request, load)
+    report = WorkerReport(lost=failures.take_lost(), ran={plan.number: 1})
+    failed = made.side.step_loads.failed(SimpleNamespace(kv_connector_worker_meta=report))
+    first, second, *_, other = BLOCKS
+    scheduler = FakeScheduler(
+        {"r": made.tables, "s": ([first, second, 90],) * groups, "t": ([first, 91],) * groups, "u": ([92],) * groups}
+    )
+    assert preempt_dependents(scheduler, failed) == {"r", "s"}, "the first block was vLLM's own"
+    assert scheduler.preempted == ["s", "r"]
+    assert {second, 90, other} <= scheduler.evicted and not scheduler.evicted & {first, 91, 92}
+
+
+def test_what_is_computed_on_a_load_that_no_plan_has_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another request of the step goes on from its blocks."""
+    made = House(mode="layerwise")
+    asked, beside = made.arrive("r", 150, Hit(HIT)), made.arrive("beside", 150)
+    assert made.side.matched(asked, 0) == (HIT, False)
+    made.admit(asked, HIT)
+    made.admit(beside, 0)
+    monkeypatch.setattr(made.side._search, "take", fail)
+    beside.num_computed_tokens = HIT
+    plan = made.side.plan(output({"r": 22, "beside": 22}, new=[(name, made.tables, HIT) for name in ("r", "beside")]))
+    assert "beside" in plan.saves.requests and plan.depends_on_load
+    made.hear(WorkerReport(lost=frozenset("r"), ran={plan.number: 1}))
+    assert made.side.plan(output({})).verdicts == ((plan.number, False),)
+
+
+def test_an_aborted_request_that_was_computed_without_layerflow_leaves_its_last_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = House(mode="layerwise")
+    asked = made.arrive("r", 150, Hit(HIT))
+    assert made.side.matched(asked, 0) == (HIT, False)
+    made.admit(asked, HIT)
+    monkeypatch.setattr(made.side._search, "take", fail)
+    plan = made.plan("r")
+    last = ([*BLOCKS, 99],)
+    assert made.side.finished(asked, last) == (False, None)
+    report = WorkerReport(lost=frozenset("r"), ran={plan.number: 1})
+    failed = made.side.step_loads.failed(SimpleNamespace(kv_connector_worker_meta=report))
+    scheduler = FakeScheduler({"d": ([200], [201])}, blocks=300)
+    assert preempt_dependents(scheduler, failed) == set()
+    assert scheduler.evicted == {*BLOCKS, 99}
 
 
 def test_ranks_tell_together() -> None:

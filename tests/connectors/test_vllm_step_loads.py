@@ -86,33 +86,56 @@ class TestWhere:
 
 
 class TestWhoseLoadsHaveFailed:
-    def tracked(self, name: str = "r") -> RequestState:
-        made = RequestState(request(name, 150), chain_of(spec_of()), True, True)
-        made.tables, made.load = ([1, 2], [3, 4]), (32, 128)
-        return made
+    def planned(self) -> StepLoads:
+        loads = StepLoads(2, recovers=True)
+        loads.planned(7, "r", 32, ([1, 2], [3, 4]))
+        return loads
 
     def told(self, *lost: str) -> Any:
         return SimpleNamespace(kv_connector_worker_meta=WorkerReport(lost=frozenset(lost)))
 
     def test_with_where_they_went(self) -> None:
-        loads = StepLoads(2, recovers=True)
-        loads.planned(7, self.tracked())
+        loads = self.planned()
         assert loads.failed(None) == loads.failed(self.told()) == {}
         (arrival,) = loads.failed(self.told("r"))["r"]
         assert (arrival.number, arrival.start, arrival.tables) == (7, 32, ([1, 2], [3, 4]))
 
     def test_of_one_that_has_ended_its_last_blocks(self) -> None:
-        loads = StepLoads(2, recovers=True)
-        loads.planned(7, self.tracked())
+        loads = self.planned()
         assert loads.finished("r", ([1, 2, 9], [3, 4, 10])) is True
-        assert loads.failed(self.told("r"))["r"][0].tables == ([1, 2, 9], [3, 4, 10])
+        (arrival,) = loads.failed(self.told("r"))["r"]
+        assert (arrival.tables, arrival.last) == (([1, 2], [3, 4]), ([1, 2, 9], [3, 4, 10]))
         assert loads.ended({6}) == []
         assert loads.ended({7}) == ["r"]
         assert loads.finished("r", ()) is False
 
+    @pytest.mark.parametrize(
+        ("last", "known"),
+        [
+            (([1, 2], [3, 4]), True),
+            (([1, 2, 9], [0, 4, 10]), True),
+            (([1, 2, 9], [0, 0, 0]), False),
+            (([1, 2, 9], [3, 8, 10]), False),
+            (([], []), False),
+            ((), False),
+        ],
+        ids=["the same", "and more", "some left the window since", "others", "preempted", "not told"],
+    )
+    def test_all_blocks_of_one_that_has_ended(self, last: Any, known: bool) -> None:
+        loads = self.planned()
+        (arrival,) = loads.failed(self.told("r"))["r"]
+        assert not arrival.has_all_blocks, "it runs"
+        loads.finished("r", last)
+        assert arrival.has_all_blocks is known
+
+    def test_of_one_that_was_preempted_and_runs_again_some_are_not_known(self) -> None:
+        loads = self.planned()
+        loads.allocated("r")
+        loads.finished("r", ([1, 2], [3, 4]))
+        assert not loads.failed(self.told("r"))["r"][0].has_all_blocks
+
     def test_through_a_multi_connector(self) -> None:
-        loads = StepLoads(2, recovers=True)
-        loads.planned(7, self.tracked())
+        loads = self.planned()
         metadata = (None, WorkerReport(lost=frozenset({"r"})))
         output = SimpleNamespace(kv_connector_worker_meta=SimpleNamespace(metadata=metadata))
         assert loads.failed(output).keys() == {"r"}

@@ -188,6 +188,10 @@ class Engine:
         """This share of the loads of running steps fails before its first layer."""
         self._ask("break_loads", share)
 
+    def break_plans(self, count: int) -> None:
+        """The next so many loads that vLLM was promised cannot be planned."""
+        self._ask("break_plans", count)
+
     def reset_now(self) -> None:
         """As :meth:`reset` with the pool, whatever is under way.
 

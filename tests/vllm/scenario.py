@@ -317,6 +317,20 @@ class Scenario:
         """This share of the loads of running steps fails before its first layer."""
         self._core.model_executor.collective_rpc(_break_loads, args=(share,))
 
+    def break_plans(self, count: int) -> None:
+        """The next so many loads that vLLM was promised cannot be planned."""
+        from layerflow.connectors.vllm.scheduler import scheduler
+
+        plan_load = scheduler.plan_load
+        left = itertools.count(1)
+
+        def broken(*given: Any, **named: Any) -> int:
+            if next(left) <= count:
+                raise RuntimeError("broken by the test")
+            return plan_load(*given, **named)
+
+        scheduler.plan_load = broken
+
     def metric(self, name: str) -> float:
         """A counter of vLLM's own; it counts unless ``disable_log_stats`` is set."""
         return sum(each.value for each in self._llm.get_metrics() if each.name == name)

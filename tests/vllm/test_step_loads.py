@@ -161,6 +161,36 @@ def test_a_load_that_fails_in_the_step_is_taken_back(
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("model", "ahead"),
+    [("llama", True), ("gemma3", False), pytest.param("gemma3", True, marks=pytest.mark.campaign)],
+)
+def test_a_promised_load_that_cannot_be_planned_is_taken_back(
+    model: str, ahead: bool, serve: Serve, vllm: Start, plain: Start
+) -> None:
+    """Its blocks are in vLLM's own prefix cache by then, and nobody has filled them."""
+    server = serve()
+    engine = vllm(model, kv_transfer_config=layerwise(server), ahead=ahead, **PREFIX_CACHE)
+    head = prompt(1, 300)
+    prompts = [head + prompt(2, 40), head + prompt(3, 30), prompt(4, 90)]
+    wanted = [plain(model, **PREFIX_CACHE).one(each, max_tokens=MAX_TOKENS).tokens for each in prompts]
+    engine.one(head + prompt(6, 10))
+    settled(server.endpoint)
+    engine.reset()
+    engine.break_plans(1)
+    answers = engine.generate(*prompts, max_tokens=MAX_TOKENS)
+    assert "broken by the test" in engine.output()
+    assert "step_loads_taken_back" in engine.output()
+    assert [answer.tokens for answer in answers] == wanted
+    settled(server.endpoint)
+    for _ in range(2):  # from vLLM's own prefix cache, then from what was stored
+        again = engine.generate(*prompts, max_tokens=MAX_TOKENS)
+        assert [answer.tokens for answer in again] == wanted
+        engine.reset()
+    engine.assert_no_block_lost()
+
+
+@pytest.mark.timeout(300)
 def test_where_vllm_is_to_fail_such_requests_it_fails_those_and_no_others(
     serve: Serve, vllm: Start, plain: Start
 ) -> None:

@@ -191,7 +191,7 @@ class UnkeptLoad(NamedTuple):
 class Promise(NamedTuple):
     """A load that vLLM was promised: `tokens` of a request behind its first `start`, into these block tables."""
 
-    tables: Sequence[Sequence[int]]
+    tables: tuple[list[int], ...]
     start: int
     tokens: int
     background: bool

@@ -20,6 +20,9 @@ from layerflow.spec import GroupSpec, ModelSpec
 Tables = tuple[list[int], ...]
 """Block ids per vLLM group."""
 
+NULL_BLOCK = 0
+"""vLLM's block id for positions without a block (``BlockPool.null_block``), as behind a sliding window."""
+
 STATE_BLOCKS = 4
 """Of a group of recurrent states, for one request at most: what vLLM's prefix cache has, what a hit loads, what a chunk
 ends with, and what the step writes; what is guessed ahead is not in it."""
@@ -27,16 +30,35 @@ ends with, and what the step writes; what is guessed ahead is not in it."""
 
 @dataclass(slots=True)
 class PendingLoad:
-    """A load of a step whose output has not come.
+    """A load of a step whose output has not come; planned, or promised to vLLM and not planned.
 
     :param number: of the plan.
     :param start: the first token that it loads.
-    :param tables: where; the request's last ones if it has ended since.
+    :param tables: where.
+    :param last: the request's last ones, if it has ended since.
+    :param moved: the request was preempted since, and has been given blocks again.
     """
 
     number: int
     start: int
     tables: Tables
+    last: Tables = ()
+    moved: bool = False
+
+    @property
+    def has_all_blocks(self) -> bool:
+        """Has the request ended, and are all blocks that it has had since among these tables?"""
+        same = not self.moved and len(self.last) == len(self.tables)
+        return same and all(map(_only_grew, self.tables, self.last))
+
+
+def _only_grew(table: Sequence[int], last: Sequence[int]) -> bool:
+    """Has every block of the last table its place in this one, or was it put behind, where no place is empty?
+
+    A place behind may be empty since its block has left a sliding window; that block may still be in vLLM's cache.
+    """
+    kept = all(after in {before, NULL_BLOCK} for before, after in zip(table, last, strict=False))
+    return kept and len(last) >= len(table) and NULL_BLOCK not in last[len(table) :]
 
 
 class StepLoads:
@@ -129,10 +151,18 @@ class StepLoads:
         others = sum(-(-tokens // group.block_size) for group in self._groups if not group.rules.exact)
         return self._free_blocks() >= others + states * (STATE_BLOCKS + self._ahead)
 
-    def planned(self, number: int, tracked: RequestState) -> None:
-        """The plan of this number loads the request in its step."""
-        assert tracked.load is not None
-        self._arrivals.setdefault(tracked.id, []).append(PendingLoad(number, tracked.load[0], tracked.tables))
+    def planned(self, number: int, request: str, start: int, tables: Tables) -> None:
+        """The step of this plan computes on a load: one that the plan has, or one that was promised and it has not.
+
+        :param number: of the plan.
+        :param start: the first token of the load.
+        """
+        self._arrivals.setdefault(request, []).append(PendingLoad(number, start, tables))
+
+    def allocated(self, request: str) -> None:
+        """vLLM gives blocks to a request that has none: one whose load is under way was preempted."""
+        for arrival in self._arrivals.get(request, ()):
+            arrival.moved = True
 
     def failed(self, output: Any) -> dict[str, Sequence[PendingLoad]]:
         """By request whose load in the step has failed: all its loads under way.
@@ -151,7 +181,7 @@ class StepLoads:
         :param tables: its last ones.
         """
         for arrival in self._arrivals.get(request, ()):
-            arrival.tables = tables
+            arrival.last = tables
         if request in self._arrivals:
             self._dropped.add(request)
         return request in self._arrivals

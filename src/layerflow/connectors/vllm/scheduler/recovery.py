@@ -14,20 +14,20 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import structlog
 
-from layerflow.connectors.vllm.scheduler.loads import PendingLoad
+from layerflow.connectors.vllm.scheduler.loads import NULL_BLOCK, PendingLoad
 from layerflow.connectors.vllm.versions import release
 
 KNOWN = ((0, 30), (0, 32), (0, 33))
 """The vLLMs whose scheduler this was written for."""
 ENDS_REQUESTS = (0, 32)
 """From here on a request can be ended with an error from outside."""
-NULL_BLOCK = 0
 
 log = structlog.get_logger("layerflow.vllm")
 
@@ -84,9 +84,9 @@ def preempt_dependents(scheduler: Any, failed: Mapping[str, Sequence[PendingLoad
     """
     sizes = [group.kv_cache_spec.block_size for group in scheduler.kv_cache_config.kv_cache_groups]
     invalid = _InvalidBlocks(sizes)
-    for arrivals in failed.values():
-        for arrival in arrivals:
-            invalid.add(arrival.tables, arrival.start)
+    for arrival in itertools.chain.from_iterable(failed.values()):
+        invalid.add(arrival.tables, arrival.start)
+        invalid.add(arrival.last, arrival.start)
     running = {request.request_id: request for request in scheduler.running}
     waiting = {
         request.request_id: request
@@ -94,11 +94,15 @@ def preempt_dependents(scheduler: Any, failed: Mapping[str, Sequence[PendingLoad
         if request.status.name == "WAITING_FOR_REMOTE_KVS"
     }
     holders = {name: scheduler.kv_cache_manager.get_block_ids(name) for name in (*running, *waiting)}
+    for name in holders.keys() & failed.keys():
+        if not failed[name]:  # which load is not known, so nothing of the request counts
+            invalid.add(holders[name], 0)
     invalid_requests = invalid.closure(holders)
-    if failed.keys() <= running.keys():
+    gone = [failed[name] for name in failed.keys() - running.keys()]
+    if all(arrivals and all(arrival.has_all_blocks for arrival in arrivals) for arrivals in gone):
         scheduler.kv_cache_manager.evict_blocks(invalid.blocks)
     else:
-        # A request that was aborted or preempted meanwhile: which of its blocks vLLM had hashed is not known any more.
+        # A request that was preempted meanwhile: which of its blocks vLLM had hashed is not known any more.
         pool = scheduler.kv_cache_manager.block_pool
         scheduler.kv_cache_manager.evict_blocks(set(range(len(pool.blocks))))
     now = time.monotonic()

@@ -16,7 +16,7 @@ from layerflow.connectors.common.guard import attempt
 from layerflow.connectors.vllm.options import Options
 from layerflow.connectors.vllm.pd.prefilling import PrefillHandoff
 from layerflow.connectors.vllm.plan import LazySaves, Tables
-from layerflow.connectors.vllm.scheduler.loads import rewritten_blocks
+from layerflow.connectors.vllm.scheduler.loads import NULL_BLOCK, rewritten_blocks
 from layerflow.connectors.vllm.scheduler.requests import RequestState
 from layerflow.spec import ModelSpec
 
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
 LookupRequest = tuple[StepRequest, Tables, bool]
 """What a request saves, still without its block tables; these; and whether draft layers are part of it."""
-
-NULL_BLOCK = 0
-"""vLLM's block id for positions without a block (``BlockPool.null_block``)."""
 
 
 class SavePlanner:

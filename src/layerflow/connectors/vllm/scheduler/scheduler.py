@@ -267,6 +267,7 @@ class SchedulerSide:
     @guarded(nothing)
     def allocated(self, request: Any, blocks: Any, num_external: int) -> None:
         """vLLM has given the request its blocks: the load is on, or not."""
+        self.step_loads.allocated(request.request_id)
         tracked = self._tracked.get(request.request_id)
         if tracked is None or self._lookups is None:
             return
@@ -298,7 +299,8 @@ class SchedulerSide:
         plan = self._plan(output)
         plan.step = self.own_cache.step
         plan.replaced, self._replaced = self._replaced, False
-        plan.unkept = self._unkept()
+        plan.unkept = self._unkept(plan)
+        self._await_verdict(plan, output)
         self.own_cache.planned(computes=bool(output.num_scheduled_tokens))
         return plan
 
@@ -322,22 +324,20 @@ class SchedulerSide:
         plan.prepared = self._saves.prepared(output, plan.fresh)
         plan.rewritten = are_rewritten(self._saves.spec, output, self._loading)
         loading, self._loading = self._loading, []
+        kept: list[str] = []
         for tracked in loading:
             tokens = output.num_scheduled_tokens.get(tracked.id, 0)
             if attempt(functools.partial(self._load, tracked, plan, tokens), "build_connector_meta"):
-                self._promised.pop(tracked.id, None)
+                kept.append(tracked.id)
             else:
                 self._forsake(tracked)
         self._saves.step(output, plan)
-        # Another connector of a MultiConnector may load in this step, and its failures are not told to these workers.
-        loads = bool(plan.loads or plan.tails or getattr(output, "has_sync_kv_loads", False))
-        plan.depends_on_load = self._verdicts.concerns(loads=loads, saves=bool(plan.saves))
-        if plan.depends_on_load:
-            self._verdicts.planned(self._saves.number(plan), loads=loads, saves=bool(plan.saves))
         if self.events is not None and plan.saves:
             self.events.planned(plan.saves.parts, self._tracked)
         plan.leaving, plan.aborted = tuple(self._leaving), tuple(self._aborted)
         self._leaving, self._aborted = [], []
+        for request in kept:  # last: a plan that raises on its way here has no loads
+            self._promised.pop(request, None)
         return plan
 
     @guarded(nothing)
@@ -392,6 +392,7 @@ class SchedulerSide:
         if self._unmet is not None:
             self._unmet.pop(request.request_id, None)
         tracked = self._tracked.pop(request.request_id, None)
+        under_way = self.step_loads.finished(request.request_id, tables)
         if self._holders is not None:
             self._holders.finished(request.request_id)
         if tracked is None:
@@ -399,7 +400,6 @@ class SchedulerSide:
         if self._saves is not None:
             self._saves.close(tracked)
         # A load gives back what it has pinned; the lease also covers shorter tails, and what vLLM had itself.
-        under_way = self.step_loads.finished(tracked.id, tables)
         leased = tracked.hit is not MISS or tracked.may_hold_lease or tracked.loaded_tokens
         if leased and not under_way:
             self._drop(tracked.id)
@@ -551,13 +551,28 @@ class SchedulerSide:
         for end in ends:
             attempt(end, "request_finished")
 
-    def _unkept(self) -> dict[str, UnkeptLoad]:
-        """Loads that vLLM was promised, and that no plan has."""
+    def _unkept(self, plan: StepPlan) -> dict[str, UnkeptLoad]:
+        """Loads that vLLM was promised, and that no plan has; the step computes on those of running requests."""
         if not self._promised:  # nearly always
             return {}
+        assert self.spec is not None and self._saves is not None  # else nothing is promised
         promised, self._promised = self._promised, {}
-        size = self.spec.groups[0].block_size if self.spec is not None else 1
+        for name, promise in promised.items():
+            if not promise.background:
+                self.step_loads.planned(self._saves.number(plan), name, promise.start, promise.tables)
+        size = self.spec.groups[0].block_size
         return {name: promise.unkept(size) for name, promise in promised.items()}
+
+    def _await_verdict(self, plan: StepPlan, output: Any) -> None:
+        """Where the step may compute on a load that fails, or that has failed already, its saves wait."""
+        if self._saves is None:
+            return
+        unkept = any(not load.background for load in plan.unkept.values())
+        # Another connector of a MultiConnector may load in this step, and its failures are not told to these workers.
+        loads = bool(plan.loads or plan.tails or unkept or getattr(output, "has_sync_kv_loads", False))
+        plan.depends_on_load = self._verdicts.concerns(loads=loads, saves=bool(plan.saves))
+        if plan.depends_on_load:
+            self._verdicts.planned(self._saves.number(plan), loads=loads, saves=bool(plan.saves))
 
     def close(self) -> None:
         """Hang up."""
@@ -611,5 +626,6 @@ class SchedulerSide:
         if tracked.background:
             plan.timeouts |= self._handoffs.timeout_of(tracked)
         else:
-            self.step_loads.planned(self._saves.number(plan), tracked)
+            assert tracked.load is not None
+            self.step_loads.planned(self._saves.number(plan), tracked.id, tracked.load[0], tracked.tables)
         tracked.load, tracked.hit, tracked.inquiry = None, MISS, None
