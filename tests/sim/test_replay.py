@@ -6,12 +6,14 @@ import msgspec
 import pytest
 from sim.recordings import BLOCK_BYTES, CHUNK, LAYERS, KnownMachine
 
+from layerflow.config.settings import Settings
 from layerflow.errors import ConfigError
 from layerflow.flow.cost import LinkCost
 from layerflow.flow.events import FetchOpened, Item
 from layerflow.recording.format import EVENTS, Dropped, LookedUp
 from layerflow.sim.recorded import prompts_of, read_run
 from layerflow.sim.replay import Replay
+from layerflow.tuning.recorded import RecordedJudge
 
 PROMPT = range(1, 9)
 
@@ -106,6 +108,40 @@ def test_what_differs_is_not_trusted(tmp_path):
         machine.records[place] = msgspec.structs.replace(machine.records[place], hit=CHUNK)
     trust = Replay.read(machine.write(tmp_path / "x.lfr")).trust
     assert next(row.name for row in trust.rows if not row.alike) == "hit tokens (%)"
+
+
+def _recorded_with(machine, section, **keys):
+    """As a layerflow with these keys, or with these values, would have recorded it."""
+    machine.records[0].sections[section].update(keys)
+
+
+def test_keys_that_are_not_known_here_are_left_out(tmp_path):
+    machine = KnownMachine()
+    again(machine)
+    _recorded_with(machine, "transfer", of_tomorrow=7)
+    machine.records[0].sections["of_tomorrow"] = {"key": 1}
+    replay = Replay.read(machine.write(tmp_path / "x.lfr"))
+    assert replay.settings == machine.settings and replay.configured(None, {}).transfer == machine.settings.transfer
+
+
+def test_settings_that_are_refused_name_the_recording(tmp_path):
+    machine = KnownMachine()
+    again(machine)
+    _recorded_with(machine, "transfer", mode="of tomorrow")
+    with pytest.raises(ConfigError, match=r"x\.lfr: was recorded under settings .*transfer\.mode") as refused:
+        Replay.read(machine.write(tmp_path / "x.lfr"))
+    assert "\n" not in str(refused.value)
+
+
+def test_recorded_deadlines_have_their_bound_with_them(tmp_path):
+    long = {"server": {"max_deadline_s": 1200}, "transfer": {"step_timeout_ms": 1_000_000}}
+    machine = KnownMachine(settings=Settings(**long))
+    again(machine)
+    replay = Replay.read(machine.write(tmp_path / "x.lfr"))
+    assert replay.configured(None, {"pool.size": "64MiB"}).transfer.step_timeout_ms == 1_000_000
+    file = tmp_path / "layerflow.toml"
+    file.write_text("[transfer]\nprefetch_layers = 2\n")
+    assert RecordedJudge(replay, file).settings.transfer.step_timeout_ms == 1_000_000
 
 
 def test_nothing_timed_is_refused(tmp_path):

@@ -400,12 +400,17 @@ class _Reading:
             engine.passes.sort(key=lambda each: each.opened)
             for prompt in engine.prompts:
                 prompt.passes.sort(key=lambda each: each.opened)
-        sections = self._settings[-1] if self._settings else {}
+        sections = _known(self._settings[-1]) if self._settings else {}
+        try:
+            settings = Settings(**sections)
+        except ConfigError as error:
+            why = "; ".join(str(error).splitlines())
+            raise ConfigError(f"{path}: was recorded under settings that this layerflow refuses: {why}") from None
         return RecordedRun(
             path.name,
             spec,
             engines,
-            Settings(**sections),
+            settings,
             sections,
             len(self._settings) > 1,
             self._samples,
@@ -415,6 +420,18 @@ class _Reading:
             most < counts.total(),
             self._failed,
         )
+
+
+def _known(sections: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The keys that this layerflow has: another one's recording may tell of more."""
+    return {
+        name: {key: value for key, value in keys.items() if key in type(getattr(_DEFAULTS, name)).model_fields}
+        for name, keys in sections.items()
+        if name in Settings.model_fields
+    }
+
+
+_DEFAULTS = Settings()
 
 
 def last_pass(prompt: RecordedPrompt) -> RecordedPass | None:

@@ -54,6 +54,9 @@ JUDGED: Final = frozenset(
 )
 """The keys whose effect a replay shows. Of ``pool.link_gbps`` that of an emulated link."""
 
+BOUND: Final = "server.max_deadline_s"
+"""The longest that recorded deadlines of transfers may be: without it they may be refused."""
+
 FEW: Final = 10
 """Evictions that differ by fewer do not differ."""
 
@@ -199,8 +202,9 @@ class Replay:
             return Settings.load(file, given)
         recorded = {
             f"{section}.{key}": value
-            for section in ("pool", "transfer")
-            for key, value in self.run.sections.get(section, {}).items()
+            for section, keys in self.run.sections.items()
+            for key, value in keys.items()
+            if section in {"pool", "transfer"} or f"{section}.{key}" == BOUND
         }
         return Settings.load(None, {**recorded, **given})
 

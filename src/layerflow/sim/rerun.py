@@ -333,9 +333,6 @@ class Rerun:
             failed_loads=self.server.failed_loads,
         )
 
-    def _look_at_pool(self) -> None:
-        self._evictions.append(self.pool.statistics().evictions)
-
     def _fill(self) -> None:
         """Put into the pool what was there before: other objects, and those that are hit before they are saved."""
         run = self.recorded

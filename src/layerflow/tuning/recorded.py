@@ -10,7 +10,7 @@ import numpy as np
 
 from layerflow.config.settings import Settings, effective
 from layerflow.errors import ConfigError
-from layerflow.sim.replay import JUDGED, Replay
+from layerflow.sim.replay import BOUND, JUDGED, Replay
 from layerflow.sim.rerun import ReplayFigures, Sample
 from layerflow.tuning.search import Changes, Outcome, Timed
 
@@ -66,7 +66,7 @@ class RecordedJudge:
     def __init__(self, replay: Replay, file: Path) -> None:
         self._replay, self._file = replay, file
         unset = {row.key for row in effective(file, {}) if not row.origin}
-        self._given = {key: value for key, value in _flat(replay.run.sections) if key in JUDGED & unset}
+        self._given = {key: value for key, value in _flat(replay.run.sections) if key in (JUDGED | {BOUND}) & unset}
         self.settings = replay.configured(file, self._given)
         if unjudged := replay.unjudged(self.settings):
             raise ConfigError(
