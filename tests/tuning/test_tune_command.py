@@ -163,6 +163,10 @@ def test_a_trial_ends_after_its_time_and_with_an_edit(served: Served) -> None:
     try:
         assert eventually(lambda: served.status()["trial"]["reason"] == "the file was edited")
         assert served.status()["limits"]["max_transfer_bytes"] == 128 << 10
+        served.control.try_settings(GOOD.encode(), 60)
+        served.path.write_text(BAD.replace("64KiB", "128KiB") + "# Nothing else.\n")
+        assert eventually(lambda: not served.status()["trial"]["on"])
+        assert served.status()["trial"]["reason"] == "the file was edited"
     finally:
         served.path.write_text(BAD)
     assert eventually(lambda: served.status()["limits"]["max_transfer_bytes"] == 64 << 10)
@@ -170,13 +174,12 @@ def test_a_trial_ends_after_its_time_and_with_an_edit(served: Served) -> None:
 
 def test_a_server_that_stands_still_is_waited_for(served: Served) -> None:
     server = RunningServer(served.control)
-    server.look()
-    pid = served.status()["pid"]
+    here, pid = server.look().incarnation, served.status()["pid"]
     os.kill(pid, signal.SIGSTOP)
     again = threading.Timer(DEFAULT_TIMEOUT_S + 0.5, os.kill, (pid, signal.SIGCONT))
     again.start()
     try:
-        assert server.look().incarnation == str(pid)
+        assert server.look().incarnation == here
     finally:
         again.join()
 

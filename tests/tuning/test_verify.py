@@ -6,15 +6,18 @@ import hashlib
 import math
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerflow.errors import ConfigError
+from layerflow.errors import ConfigError, SessionError
 from layerflow.observe.spread import GROWTH, Spread, spread_of
 from layerflow.tuning.paired import LEAST_PAIRS, binomial_tail, compare
-from layerflow.tuning.verify import Arm, Goal, Look, Report, Verdict, timing, verify
+from layerflow.tuning.verify import MARGIN_S, Arm, Goal, Look, Report, Verdict, look_of, timing, verify
+from layerflow.wire.messages import MAX_TRIED_S
+from layerflow_cli.commands.tune import _told
 
 TUNED = b"[transfer]\nprefetch_layers = 4\n"
 times = st.lists(st.floats(1e-5, 50.0), min_size=1, max_size=200)
@@ -104,6 +107,49 @@ def test_an_edit_of_the_file_ends_it() -> None:
     server.edit_at = 100.0
     report = tried(server)
     assert report.verdict is Verdict.CUT_SHORT and "edited" in report.reason
+    assert not report.as_before
+
+
+def test_a_server_that_is_gone_is_the_reports_reason() -> None:
+    class Gone(Known):
+        def sleep(self, seconds: float) -> None:
+            super().sleep(seconds)
+            if self.tuned_seconds > 12:
+                raise SessionError("the server did not answer")
+
+    server = Gone(0.010, 0.008)
+    report = Report(Goal.EXPOSED, {}, "file", "tuned")
+    with pytest.raises(SessionError):
+        verify(server, TUNED, report, timing(200, None))
+    assert report.verdict is Verdict.CUT_SHORT and report.reason == "the server did not answer" and report.as_before
+
+
+def test_another_clients_trial_is_not_as_before() -> None:
+    class Taken(Known):
+        def end(self) -> None:
+            super().end()
+            self._look = replace(self._look, trial="another")
+
+    report = Report(Goal.EXPOSED, {}, "file", "tuned")
+    verify(Taken(0.010, 0.008), TUNED, report, timing(200, None))
+    assert report.verdict is Verdict.CONFIRMED and not report.as_before
+    lines = list(_told(report, report.plain(), Path("tuned.toml")))
+    assert not any("holds its own" in line for line in lines)
+    report.as_before = True
+    assert list(_told(report, report.plain(), Path("tuned.toml")))[:-1] == lines
+
+
+def test_a_server_with_the_same_pid_is_another_one_after_a_restart() -> None:
+    status = {
+        "pid": 1,
+        "started_at": 1.7e9,
+        "config": None,
+        "trial": {"on": False, "sha256": "", "reason": ""},
+        "figures": {"lookup_hit_tokens_total": 0, "lookup_miss_tokens_total": 0},
+        "exposed_load": Spread().plain(),
+    }
+    here, again = (look_of(status | {"started_at": at}, 0.0).incarnation for at in (1.7e9, 1.7e9 + 60))
+    assert here != again and look_of(status, 1.0).incarnation == here
 
 
 def test_an_interrupt_puts_the_files_settings_back() -> None:
@@ -132,6 +178,13 @@ def test_too_little_time_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least 5 pairs"):
         timing(60, 10)
     assert timing(100, 10).pairs == LEAST_PAIRS
+
+
+def test_no_window_is_longer_than_a_server_holds_settings() -> None:
+    day = timing(86_400, None)
+    assert day.window_s + MARGIN_S == MAX_TRIED_S and day.pairs == 12
+    with pytest.raises(ConfigError, match="holds settings for 3570 s"):
+        timing(86_400, 3571)
 
 
 @given(times, times)

@@ -38,7 +38,7 @@ def tune(
     ] = None,
     duration: Annotated[str, typer.Option("--for", metavar="TIME", help="Try for so long, e.g. 20m.")] = "20m",
     window: Annotated[
-        str | None, typer.Option("--window", metavar="TIME", help="One window; else a 20th of the time.")
+        str | None, typer.Option("--window", metavar="TIME", help="One window; else a 20th of the time, at most 3570s.")
     ] = None,
     goal: Annotated[
         str | None,
@@ -234,7 +234,8 @@ def _told(report: Report, told: dict[str, Any], path: Path) -> Iterator[str]:
         yield from _table(told)
         yield ""
     yield from textwrap.wrap(f"{path}: {report.verdict.value}: {report.reason}.", _WIDTH, break_on_hyphens=False)
-    yield "The server holds its own file's settings; the file is as it was."
+    if report.as_before:
+        yield "The server holds its own file's settings; the file is as it was."
 
 
 def _table(told: dict[str, Any]) -> Iterator[str]:

@@ -360,7 +360,10 @@ class Server:
                 yield note
 
     def file_changed(self, state: FileState) -> None:
-        """Show this state of the watched configuration file in status and metrics."""
+        """Show this state of the watched configuration file in status and metrics; a trial ends with an edit."""
+        if self._file is not None and state.sha256 != self._file.sha256:
+            # One that changes no live key is not applied, and so ends none before this.
+            self.trials.end("the file was edited")
         self._file = state
         self.metrics.config_file(
             state.path, state.sha256, state.applied_at, refused_at=state.refused_at, refusals=state.refusals

@@ -32,6 +32,7 @@ def status_of(
     return {
         "version": __version__,
         "pid": os.getpid(),
+        "started_at": started_at,
         "uptime_s": round(time.time() - started_at, 3),
         "healthy": healthy,
         "endpoint": settings.server.endpoint,

@@ -21,12 +21,14 @@ import structlog
 from layerflow.config.settings import Settings, live_changes
 from layerflow.errors import ProtocolError
 from layerflow.server.account import Refused
+from layerflow.wire.messages import MAX_TRIED_S
 
 if TYPE_CHECKING:
     from layerflow.wire import messages as wire
 
-MOST_SECONDS: Final = 3600.0
-"""For so long one message may ask; a client that goes on says so again."""
+KEPT: Final = ("record", "log")
+"""Sections that the file's own settings keep: what observes both of two settings is none of them, and a recording that
+is given another path, or another size, ends."""
 
 log = structlog.get_logger("layerflow.server.trial")
 
@@ -109,19 +111,20 @@ class Trials:
             raise Refused(
                 "no_file", "this server follows no file to compare with: start it with `layerflow run --config FILE`"
             )
-        if not message.seconds:
+        if not 0 <= message.seconds <= MAX_TRIED_S:
+            raise ProtocolError(f"settings can be tried for up to {MAX_TRIED_S:g} s, not {message.seconds} s")
+        if not message.seconds and not message.dry:
             self.end("it was asked to")
             return self.status()
-        if not 0 < message.seconds <= MOST_SECONDS:
-            raise ProtocolError(f"settings can be tried for up to {MOST_SECONDS:g} s, not {message.seconds} s")
         loaded = None
         if message.content:
             load = functools.partial(Settings.load, file.path, file.overrides, content=message.content)
             loaded = await anyio.to_thread.run_sync(load)
             self._refuse_another(trier)
         assert self._settings is not None
-        wanted = loaded or self._settings
-        changes = live_changes(self._settings, wanted)
+        held = self._settings
+        wanted = held if loaded is None else loaded.model_copy(update={name: getattr(held, name) for name in KEPT})
+        changes = live_changes(held, wanted)
         if gone() or message.dry:
             return self.status() | {"changes": _all_shown(changes)}
         file.apply(wanted)

@@ -13,15 +13,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-from layerflow.errors import ConfigError, SessionError
+from layerflow.errors import ConfigError, LayerflowError, SessionError
 from layerflow.observe.spread import Spread, spread_of
 from layerflow.tuning.paired import LEAST_PAIRS, SIGNIFICANT, Paired, binomial_tail, compare
+from layerflow.wire.messages import MAX_TRIED_S
 
 LOOK_S: Final = 1.0
 """How often a window of the tuned settings is looked at for harm."""
 MARGIN_S: Final = 30.0
 """So much longer than its window the server holds settings, in case this client is slow; a dead one's end at once."""
 LEAST_WINDOW_S: Final = 1.0
+MOST_WINDOW_S: Final = MAX_TRIED_S - MARGIN_S
 PAIRS: Final = 10
 """As many, unless the windows' length is given."""
 UNLIKELY: Final = 1e-4
@@ -79,7 +81,8 @@ def look_of(status: Mapping[str, Any], at: float) -> Look:
         failed = figures.get("failed_loads_total", {})
         return Look(
             at,
-            str(status["pid"]),
+            # A container's server has the same number after a restart.
+            f"{status['pid']} since {status['started_at']}",
             str(config.get("sha256", "")),
             trial["sha256"] if trial["on"] else "",
             trial["reason"],
@@ -161,6 +164,7 @@ class Report:
 
     :param changes: the keys that differ from the file's, and what was tried.
     :param target_s: what :attr:`Goal.EXPOSED_P99` is to reach; None = anything better will do.
+    :param as_before: when it had ended, the server held its file's settings, and the file was what it had been.
     """
 
     goal: Goal
@@ -171,6 +175,7 @@ class Report:
     windows: list[Window] = field(default_factory=list)
     verdict: Verdict = Verdict.CUT_SHORT
     reason: str = "it was interrupted"
+    as_before: bool = False
 
     def together(self, arm: Arm) -> Window:
         """All windows of one, as one."""
@@ -251,6 +256,7 @@ class Report:
             "changes": dict(self.changes),
             "file_sha256": self.file,
             "tuned_sha256": self.tuned,
+            "as_before": self.as_before,
             "figures": figures,
             "failed_loads": {arm.value: self.together(arm).failed_loads for arm in Arm},
             "windows": [window.plain() for window in self.windows],
@@ -327,10 +333,13 @@ class Timing:
 def timing(seconds: float, window_s: float | None) -> Timing:
     """Divide the time into pairs of windows.
 
-    :param window_s: None = so that there are :data:`PAIRS` pairs, if windows are not too short then.
-    :raises ConfigError: there are too few of them.
+    :param window_s: None = so that there are :data:`PAIRS` pairs, or more or fewer where windows were too long or too
+        short then.
+    :raises ConfigError: there are too few of them, or they are longer than a server holds settings.
     """
-    window = window_s if window_s is not None else max(LEAST_WINDOW_S, seconds / (2 * PAIRS))
+    window = window_s if window_s is not None else min(max(LEAST_WINDOW_S, seconds / (2 * PAIRS)), MOST_WINDOW_S)
+    if window > MOST_WINDOW_S:
+        raise ConfigError(f"windows of {window:g} s are too long: a server holds settings for {MOST_WINDOW_S:g} s")
     pairs = int(seconds / (2 * window) + 1e-9)
     if window < LEAST_WINDOW_S or pairs < LEAST_PAIRS:
         raise ConfigError(
@@ -376,8 +385,13 @@ def verify(
         report.judge()
     except _CutShort as cut:
         report.verdict, report.reason = Verdict.CUT_SHORT, str(cut)
+    except LayerflowError as error:
+        report.verdict, report.reason = Verdict.CUT_SHORT, str(error)
+        raise
     finally:
         server.end()
+        last = server.look()
+        report.as_before = not last.trial and last.file == report.file
 
 
 def _window(server: Tried, arm: Arm, content: bytes, run: _Run) -> tuple[Window, str]:

@@ -74,6 +74,7 @@ from layerflow.wire.messages.to_client import (
 )
 from layerflow.wire.messages.to_server import (
     MAX_SETTINGS_BYTES,
+    MAX_TRIED_S,
     Abort,
     Attach,
     Bye,
@@ -117,6 +118,7 @@ __all__ = [
     "MAX_PEER_PARTITIONS",
     "MAX_REASON",
     "MAX_SETTINGS_BYTES",
+    "MAX_TRIED_S",
     "MISSING",
     "OPEN",
     "PEER_TOKEN_BYTES",

@@ -357,6 +357,8 @@ class TraceRequest(Message, frozen=True, tag=19):
 
 MAX_SETTINGS_BYTES = 60_000
 """Of a configuration file that is tried: the message keeps within those that do not grow."""
+MAX_TRIED_S = 3600.0
+"""For so long one message may ask that settings are tried; a client that goes on says so again."""
 
 
 class TrySettings(Message, frozen=True, tag=29):
@@ -364,9 +366,10 @@ class TrySettings(Message, frozen=True, tag=29):
     status says. They end with their client, with an edit of the file, and after their time.
 
     :param content: of a file as ``layerflow run --config`` takes; empty = the watched file's own settings are
-        held against other such requests. Only live keys may differ from the watched file's.
-    :param seconds: from now on, also where something is tried already; 0 = end it.
-    :param dry: only say what would change.
+        held against other such requests. Only live keys may differ from the watched file's; its ``[record]`` and
+        ``[log]`` hold on.
+    :param seconds: from now on, at most :data:`MAX_TRIED_S`, also where something is tried already; 0 = end it.
+    :param dry: only say what would change; nothing begins or ends, whatever `seconds` says.
     """
 
     needs_version: ClassVar[int] = 2
