@@ -15,7 +15,7 @@ from typing import cast
 import zmq
 
 from layerflow._version import __version__
-from layerflow.errors import ConfigError, DeadlineExceeded, ProtocolError, RemoteError, ServerLost, VersionMismatch
+from layerflow.errors import ConfigError, DeadlineExceeded, ProtocolError, RemoteError, ServerLost
 from layerflow.wire import codec
 from layerflow.wire.client_connection import MAX_REPLY_BYTES, ClientConnection, ClientState
 from layerflow.wire.messages import (
@@ -98,11 +98,7 @@ class Handshake:
         """:raises ServerLost: the server has not read for so long that the socket is full.
         :raises VersionMismatch: it is of a version that has no such message.
         """
-        if message.needs_version > self._version:
-            kind = type(message).__name__
-            raise VersionMismatch(
-                f"the server speaks protocol {self._version}, which has no {kind}: upgrade the server first"
-            )
+        codec.check_spoken(message, self._version)
         self.send_raw(codec.encode_request(message))
 
     def send_raw(self, frame: bytes) -> None:

@@ -99,6 +99,16 @@ def check_greeting(frame: bytes) -> int:
     return version
 
 
+def check_spoken(message: Message, version: int) -> None:
+    """May this be said to a server that speaks `version`?
+
+    :raises VersionMismatch: it has no such message.
+    """
+    if message.needs_version > version:
+        kind = type(message).__name__
+        raise VersionMismatch(f"the server speaks protocol {version}, which has no {kind}: upgrade the server first")
+
+
 def encode(message: Message) -> bytes:
     """One frame."""
     return _encoder.encode(message)

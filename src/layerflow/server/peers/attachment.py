@@ -222,7 +222,11 @@ class PeerAttachment:
         self._hang_up()
 
     def send(self, message: Message) -> bool:
-        """False: it does not read."""
+        """False: it does not read.
+
+        :raises VersionMismatch: it is of a version that has no such message.
+        """
+        codec.check_spoken(message, self._protocol.version)
         return self._dealer is not None and self._dealer.send(codec.encode(message))
 
     @property

@@ -38,7 +38,8 @@ Servers = Annotated[list[Name], msgspec.Meta(max_length=256)]
 class Message(msgspec.Struct, array_like=True, frozen=True):
     """Base of all messages.
 
-    :cvar needs_version: the version of the protocol that has it first, among those that are spoken.
+    :cvar needs_version: the version of the protocol that has it first, among those that are spoken; it is not sent to
+        older servers (:func:`layerflow.wire.codec.check_spoken`).
     """
 
     needs_version: ClassVar[int] = 1
