@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 MAGIC, VERSION = b"LFLW", 2
-FINGERPRINT = bytes.fromhex("62309e5b7f68a17393d6922b2aa51410")  # from docs/protocol.md
+FINGERPRINT = bytes.fromhex("f90faff4a6462543ae8cc77550190524")  # from docs/protocol.md
 GREETING = struct.pack("<4sHH16s", MAGIC, VERSION, 0, FINGERPRINT)
 
 HELLO, BEAT, STATUS_REQUEST, BYE = 1, 7, 8, 10

@@ -104,7 +104,7 @@ def agent() -> FakeAgent:
 def side(agent: FakeAgent, monkeypatch: pytest.MonkeyPatch) -> Iterator[worker.WorkerSide]:
     monkeypatch.setattr(worker, "TransferStats", SimpleNamespace)
     layout: Any = SimpleNamespace(spec=spec_of(), numbers={}, vllm_groups=(0,))
-    made = worker.WorkerSide(agent, layout, "ipc://x", several_groups=False, early=True, events=False)  # type: ignore[arg-type]
+    made = worker.WorkerSide(agent, layout, "ipc://x", several_groups=False, early=True)  # type: ignore[arg-type]
     yield made
     made.close()
 

@@ -99,7 +99,7 @@ def agents(connector: Any, monkeypatch: pytest.MonkeyPatch) -> list[Agent]:
     monkeypatch.setattr(module, "steps_in_flight", lambda *_, **__: None)
     monkeypatch.setattr(module, "_steps_overlap", lambda _: False)
     connector._vllm_config = connector._kv_transfer_config = connector._kv_cache_config = Mock()
-    connector._groups, connector._events, connector._name = 1, False, "engine"
+    connector._groups, connector._name = 1, "engine"
     connector._takes_back = False
     connector.options = Mock(endpoint="ipc:///nobody/listens/here")
     return agents

@@ -118,7 +118,7 @@ class World(RuleBasedStateMachine):
         self.agents = [FakeAgent() for _ in range(RANKS)]
         layout: Any = SimpleNamespace(spec=spec, numbers={}, vllm_groups=(0,))
         self.workers = [
-            worker.WorkerSide(agent, layout, "ipc://x", several_groups=False, early=True, events=False)  # type: ignore[arg-type]
+            worker.WorkerSide(agent, layout, "ipc://x", several_groups=False, early=True)  # type: ignore[arg-type]
             for agent in self.agents
         ]
         self.requests: dict[str, SimpleNamespace] = {}

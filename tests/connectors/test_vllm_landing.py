@@ -34,7 +34,7 @@ class Worker:
         numbers = {name: layer for layer, name in enumerate(NAMES)}
         layout: Any = SimpleNamespace(spec=SPEC, numbers=numbers, vllm_groups=(0,))
         self.side = WorkerSide(
-            self.engine.agent, layout, "ipc://x", several_groups=several_groups, early=False, events=False, in_flight=2
+            self.engine.agent, layout, "ipc://x", several_groups=several_groups, early=False, in_flight=2
         )
         assert self.side.report() is not None, "the first report brings the layout"
         with machine.running():

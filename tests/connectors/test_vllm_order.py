@@ -36,9 +36,7 @@ class Replay:
     def __init__(self, engine: Engine, in_flight: int | None) -> None:
         self.engine, self.machine = engine, engine.machine
         layout: Any = SimpleNamespace(spec=SPEC, numbers=NAMES, vllm_groups=(0,))
-        self.side = WorkerSide(
-            engine.agent, layout, "ipc://x", several_groups=False, early=False, events=False, in_flight=in_flight
-        )
+        self.side = WorkerSide(engine.agent, layout, "ipc://x", several_groups=False, early=False, in_flight=in_flight)
 
     def other_step(self) -> Work:
         """One that neither loads nor saves; its forward pass, which does not end before the test says so."""

@@ -214,7 +214,7 @@ class Replay(RuleBasedStateMachine):
             spec=spec, numbers={name: at for at, name in enumerate(self.model.names)}, vllm_groups=self.model.vllm
         )
         self.hooks = WorkerSide(
-            self.agent, layout, "ipc://x", several_groups=several, early=False, events=False, in_flight=2, splits=splits
+            self.agent, layout, "ipc://x", several_groups=several, early=False, in_flight=2, splits=splits
         )
         self.late = False
         self.hooks._is_short = lambda _: self.late  # type: ignore[method-assign]

@@ -39,7 +39,6 @@ class World:
             "ipc://nowhere",
             several_groups=False,
             early=False,
-            events=False,
             weights=LoadedWeights([self.model]),
         )
 

@@ -43,7 +43,7 @@ class Runner:
         self.engine, self.machine, self.second = engine, engine.machine, second
         layout: Any = SimpleNamespace(spec=SPEC, numbers=NAMES, vllm_groups=(0,))
         self.side = WorkerSide(
-            engine.agent, layout, "ipc://x", several_groups=False, early=False, events=False, **{"in_flight": 2, **side}
+            engine.agent, layout, "ipc://x", several_groups=False, early=False, **{"in_flight": 2, **side}
         )
         self.side._is_short = lambda _: False  # type: ignore[method-assign]
         self.numbers = 0

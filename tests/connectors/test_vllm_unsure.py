@@ -41,9 +41,7 @@ class Engine:
         self.side.step_loads.seen(hooked(spec, ranks))
         names = {f"layer.{layer}": layer for layer in range(spec.num_layers)}
         layout: Any = SimpleNamespace(spec=spec, numbers=names, vllm_groups=(0,))
-        self.hooks = WorkerSide(
-            self.worker.agent, layout, "ipc://nowhere", several_groups=False, early=False, events=False
-        )
+        self.hooks = WorkerSide(self.worker.agent, layout, "ipc://nowhere", several_groups=False, early=False)
         self.names = list(names)
 
     def store(self, run: Run) -> None:

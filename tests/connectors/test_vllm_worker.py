@@ -68,11 +68,11 @@ class FakeAgent:
         pass
 
 
-def side_of(agent: FakeAgent, monkeypatch: pytest.MonkeyPatch, *, settle_s: float, events: bool) -> worker.WorkerSide:
+def side_of(agent: FakeAgent, monkeypatch: pytest.MonkeyPatch, *, settle_s: float) -> worker.WorkerSide:
     monkeypatch.setattr(worker, "SETTLE_S", settle_s)
     monkeypatch.setattr(worker, "TransferStats", SimpleNamespace)  # vLLM's, where it is stood in for, holds nothing
     layout = SimpleNamespace(spec=spec_of(), numbers={}, vllm_groups=(0,))
-    return worker.WorkerSide(agent, layout, "ipc://x", several_groups=False, early=True, events=events)  # type: ignore[arg-type]
+    return worker.WorkerSide(agent, layout, "ipc://x", several_groups=False, early=True)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def agent() -> FakeAgent:
 
 @pytest.fixture
 def side(agent: FakeAgent, monkeypatch: pytest.MonkeyPatch) -> Iterator[worker.WorkerSide]:
-    made = side_of(agent, monkeypatch, settle_s=0.0, events=False)
+    made = side_of(agent, monkeypatch, settle_s=0.0)
     made.report()  # the first tells the layout
     yield made
     made.close()
@@ -128,7 +128,7 @@ def test_what_a_short_pass_has_computed_is_recorded_on_the_engines_stream(
 
 
 def test_its_blocks_stay_until_it_is_saved(agent: FakeAgent, monkeypatch: pytest.MonkeyPatch) -> None:
-    side = side_of(agent, monkeypatch, settle_s=600.0, events=False)
+    side = side_of(agent, monkeypatch, settle_s=600.0)
     run(side, saving())
     run(side, StepPlan(leaving=(REQUEST,)))
     assert side.transfers(forward=False)[0] == set()
@@ -141,7 +141,7 @@ def test_its_blocks_stay_until_it_is_saved(agent: FakeAgent, monkeypatch: pytest
 def test_a_block_is_not_reused_over_a_save_that_waits_for_the_next_step(
     agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    side = side_of(agent, monkeypatch, settle_s=600.0, events=False)
+    side = side_of(agent, monkeypatch, settle_s=600.0)
     run(side, saving())
     side.prepare(StepPlan(fresh=((BLOCKS[0],),)))
     assert agent.opened == [(0, 1)]
@@ -166,16 +166,8 @@ def test_a_failed_load_is_told_at_once(side: worker.WorkerSide) -> None:
     assert news is not None and news.failed == {"other": 0.5}
 
 
-def test_with_cache_events_nothing_waits(agent: FakeAgent, monkeypatch: pytest.MonkeyPatch) -> None:
-    side = side_of(agent, monkeypatch, settle_s=600.0, events=True)
-    run(side, saving())
-    side._counters.add("revoked_saves", 1)
-    assert side.stats() is not None
-    side.close()
-
-
 def test_closing_does_what_was_put_off(agent: FakeAgent, monkeypatch: pytest.MonkeyPatch) -> None:
-    side = side_of(agent, monkeypatch, settle_s=600.0, events=False)
+    side = side_of(agent, monkeypatch, settle_s=600.0)
     run(side, saving())
     side.close()
     assert agent.opened == [(0, 1)]
@@ -183,7 +175,7 @@ def test_closing_does_what_was_put_off(agent: FakeAgent, monkeypatch: pytest.Mon
 
 def test_a_long_pass_saves_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     agent = FakeAgent(worker.FAST_LAYER_S * 2)
-    side = side_of(agent, monkeypatch, settle_s=600.0, events=False)
+    side = side_of(agent, monkeypatch, settle_s=600.0)
     plan = saving()
     side.prepare(plan)
     assert agent.opened == [(0, 1)] and side.begin(plan)

@@ -193,7 +193,15 @@ def tier(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[real.Tier, list[Ask]
         pool, settings = MemoryPool(arena), PoolSettings()
         incoming = IncomingObjects(pool, lambda events: None)
         tier = real.Tier(
-            "disk", {}, settings, pool=pool, arena=(arena.fd, arena.nbytes), emit=lambda events: None, incoming=incoming
+            "disk",
+            {},
+            settings,
+            pool=pool,
+            arena=(arena.fd, arena.nbytes),
+            emit=lambda events: None,
+            incoming=incoming,
+            changed=lambda key: None,
+            turned=lambda: None,
         )
         monkeypatch.setattr(tier._questions, "_send", lambda ask: sent.append(ask) or True)
         tier.up = True

@@ -31,7 +31,17 @@ class Pool:
 async def tier() -> AsyncIterator[Tier]:
     pool = Pool()
     incoming = IncomingObjects(pool, lambda events: None)
-    made = Tier("disk", {}, PoolSettings(), pool=pool, arena=(0, 4096), emit=lambda events: None, incoming=incoming)
+    made = Tier(
+        "disk",
+        {},
+        PoolSettings(),
+        pool=pool,
+        arena=(0, 4096),
+        emit=lambda events: None,
+        incoming=incoming,
+        changed=lambda key: None,
+        turned=lambda: None,
+    )
     yield made
     if made.partitions._timer is not None:
         made.partitions._timer.cancel()

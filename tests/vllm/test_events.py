@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import pytest
 import zmq
 from comparison import prompt, settled
 from engines import Engine, connector
 
+from layerflow.agent import Control
 from layerflow_cli.bench.harness import ServerProcess
 
-CHUNK = 64
+CHUNK, BLOCK = 64, 32
 ANSWER_MS = 10_000
 THE_END = (-1).to_bytes(8, "big", signed=True)
 
@@ -48,9 +50,53 @@ class Channel:
                     return found
                 found += msgspec.msgpack.decode(batch)[1]
 
-    def stored(self) -> list[dict[str, Any]]:
-        """Those of chunks."""
-        return [event for event in self.events() if event["type"] == "BlockStored"]
+    def believed(self) -> dict[tuple[int, str], dict[Any, tuple[Any, list[int]]]]:
+        """What a router knows: by cache group and medium, the parent and tokens of each block of the pool."""
+        known: dict[tuple[int, str], dict[Any, tuple[Any, list[int]]]] = {}
+        for event in self.events():
+            if event.get("medium") not in ("CPU", "STORAGE"):
+                continue
+            blocks = known.setdefault((event["group_idx"], event["medium"]), {})
+            if event["type"] == "BlockRemoved":
+                for block in event["block_hashes"]:
+                    del blocks[block]
+                continue
+            size, parent = event["block_size"], event.get("parent_block_hash")
+            for at, block in enumerate(event["block_hashes"]):
+                assert block not in blocks, "a block is told twice"
+                blocks[block] = parent, event["token_ids"][at * size : (at + 1) * size]
+                parent = block
+        return known
+
+    def prefixes(self) -> dict[tuple[int, str], set[tuple[int, ...]]]:
+        """The tokens of each block that a router knows, with all before it."""
+
+        def whole(blocks: dict[Any, tuple[Any, list[int]]], block: Any) -> list[int]:
+            parent, tokens = blocks[block]
+            return (whole(blocks, parent) if parent is not None else []) + tokens
+
+        return {
+            place: {tuple(whole(blocks, block)) for block in blocks}
+            for place, blocks in self.believed().items()
+            if blocks
+        }
+
+    def wait(self, wanted: dict[tuple[int, str], set[tuple[int, ...]]]) -> None:
+        """Until a router knows exactly this."""
+        until = time.monotonic() + ANSWER_MS / 1e3
+        while (found := self.prefixes()) != wanted:
+            assert time.monotonic() < until, f"told {sizes(found)}, wanted {sizes(wanted)}"
+            time.sleep(0.05)
+
+
+def sizes(prefixes: dict[tuple[int, str], set[tuple[int, ...]]]) -> dict[tuple[int, str], list[int]]:
+    return {place: sorted(map(len, found)) for place, found in prefixes.items()}
+
+
+def blocks_of(*prompts: list[int], groups: int = 1) -> dict[tuple[int, str], set[tuple[int, ...]]]:
+    """All whole blocks of these prompts, in the arena."""
+    found = {tuple(each[:end]) for each in prompts for end in range(BLOCK, len(each) + 1, BLOCK)}
+    return {(group, "CPU"): found for group in range(groups)}
 
 
 def serve_whole(engine: Engine, server: ServerProcess, asked: list[int]) -> int:
@@ -61,42 +107,39 @@ def serve_whole(engine: Engine, server: ServerProcess, asked: list[int]) -> int:
     return cached
 
 
-@pytest.mark.parametrize(("model", "groups"), [("llama", 1), ("gemma3", 3)])
-def test_stored_chunks(model: str, groups: int, serve: Serve, vllm: Start, tmp_path: Path) -> None:
-    server = serve()
-    channel = Channel(tmp_path, "events")
+def test_what_is_told_is_vllms_own_blocks(serve: Serve, vllm: Start, tmp_path: Path) -> None:
+    server, channel = serve(), Channel(tmp_path, "events")
     config = connector(server.endpoint, mode="layerwise", chunk_tokens=CHUNK)
-    engine = vllm(model, kv_transfer_config=config, kv_events_config=channel.config)
-    asked = prompt(1, 3 * CHUNK + 10)
-    assert serve_whole(engine, server, asked) == 0
-    stored = channel.stored()
-    assert {event["group_idx"] for event in stored} == set(range(groups))
-    for group in range(groups):
-        mine = [event for event in stored if event["group_idx"] == group]
-        assert [event["token_ids"] for event in mine] == [asked[at : at + CHUNK] for at in (0, CHUNK, 2 * CHUNK)]
-        hashes = [event["block_hashes"][0] for event in mine]
-        assert [event.get("parent_block_hash") for event in mine] == [None, *hashes[:-1]]
-        assert len(set(hashes)) == 3
-        assert {(event["block_size"], event["medium"]) for event in mine} == {(CHUNK, "CPU")}
-    # A hit stores nothing; what is computed behind it does.
-    serve_whole(engine, server, asked)
-    assert len(channel.stored()) == len(stored)
-    serve_whole(engine, server, asked[: 2 * CHUNK] + prompt(2, CHUNK + 5))
-    more = channel.stored()[len(stored) :]
-    assert [event["parent_block_hash"] for event in more] == [stored[1]["block_hashes"][0]] * groups
+    engine = vllm("llama", kv_transfer_config=config, kv_events_config=channel.config, enable_prefix_caching=True)
+    first = prompt(1, 3 * CHUNK + 40)
+    assert serve_whole(engine, server, first) == 0
+    channel.wait(blocks_of(first))
+    own = [event for event in channel.events() if event["type"] == "BlockStored" and event.get("medium") == "GPU"]
+    assert set(channel.believed()[0, "CPU"]) <= {block for event in own for block in event["block_hashes"]}
+    # A hit that stores something behind what it found; the prompts diverge inside of a chunk.
+    second = first[: 2 * CHUNK + 32] + prompt(2, CHUNK + 5)
+    assert serve_whole(engine, server, second) == 2 * CHUNK + 32  # vLLM's own cache has as much
+    channel.wait(blocks_of(first, second))
 
 
-def test_another_engine_of_the_pool_tells_what_it_stores_itself(serve: Serve, vllm: Start, tmp_path: Path) -> None:
+def test_an_engine_that_attaches_tells_what_is_there_and_each_tells_of_the_others(
+    serve: Serve, vllm: Start, tmp_path: Path
+) -> None:
     server = serve()
     channels = [Channel(tmp_path, name) for name in ("one", "two")]
     config = connector(server.endpoint, mode="layerwise", chunk_tokens=CHUNK)
-    engines = [vllm("llama", kv_transfer_config=config, kv_events_config=channel.config) for channel in channels]
     first, second = prompt(1, 2 * CHUNK + 1), prompt(2, 2 * CHUNK + 1)
-    serve_whole(engines[0], server, first)
-    assert serve_whole(engines[1], server, first) == 2 * CHUNK
-    serve_whole(engines[1], server, second)
-    told = [[event["token_ids"] for event in channel.stored()] for channel in channels]
-    assert told == [[first[:CHUNK], first[CHUNK:-1]], [second[:CHUNK], second[CHUNK:-1]]]
+    one = vllm("llama", kv_transfer_config=config, kv_events_config=channels[0].config)
+    serve_whole(one, server, first)
+    two = vllm("llama", kv_transfer_config=config, kv_events_config=channels[1].config)
+    channels[1].wait(blocks_of(first))
+    serve_whole(two, server, second)
+    for channel in channels:  # the first engine takes no step meanwhile
+        channel.wait(blocks_of(first, second))
+    with contextlib.closing(Control(server.endpoint)) as control:
+        control.purge()
+    for channel in channels:
+        channel.wait({})
 
 
 def test_forgetting_the_pool_is_told(serve: Serve, vllm: Start, tmp_path: Path) -> None:
@@ -106,9 +149,8 @@ def test_forgetting_the_pool_is_told(serve: Serve, vllm: Start, tmp_path: Path) 
     engine = vllm("llama", kv_transfer_config=config, kv_events_config=channel.config)
     asked = prompt(1, CHUNK + 1)
     serve_whole(engine, server, asked)
+    channel.wait(blocks_of(asked))
     engine.reset(pool=True)
+    channel.wait({})
     assert serve_whole(engine, server, asked) == 0
-    assert serve_whole(engine, server, asked) == CHUNK
-    kinds = [event["type"] for event in channel.events()]
-    assert (kinds[0], kinds[-1]) == ("BlockStored", "BlockStored")
-    assert set(kinds[1:-1]) == {"AllBlocksCleared"}
+    channel.wait(blocks_of(asked))

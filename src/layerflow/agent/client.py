@@ -33,6 +33,7 @@ from layerflow.system.numbers import ascending
 from layerflow.wire.messages import (
     Attach,
     Bye,
+    DescribeChunks,
     DropLease,
     EndHandoff,
     Found,
@@ -42,6 +43,7 @@ from layerflow.wire.messages import (
     OpenHandoff,
     Problem,
     Purge,
+    ReadChunks,
     RecordRequest,
     ReleaseHandoff,
     Reset,
@@ -71,7 +73,16 @@ log = structlog.get_logger("layerflow.agent")
 # Questions, and what is known of their answers.
 
 Question = (
-    Lookup | StatusRequest | Purge | Reset | OpenHandoff | WatchHandoff | RecordRequest | TraceRequest | TrySettings
+    Lookup
+    | StatusRequest
+    | Purge
+    | Reset
+    | OpenHandoff
+    | WatchHandoff
+    | RecordRequest
+    | TraceRequest
+    | TrySettings
+    | ReadChunks
 )
 
 
@@ -504,7 +515,7 @@ class ServerClient:
             self._asked[message.id] = pending
         self.tell(message)
 
-    def tell(self, message: Question | DropLease | EndHandoff) -> None:
+    def tell(self, message: Question | DropLease | EndHandoff | DescribeChunks) -> None:
         """Send a message; without a connection do nothing."""
         if self.connection is not None:
             try:

@@ -30,8 +30,12 @@ from layerflow.errors import DeadlineExceeded, LayerflowError, RemoteError, Sess
 from layerflow.keys import Chain
 from layerflow.spec import ModelSpec
 from layerflow.wire.messages import (
+    ChunkChanges,
+    ChunkDescription,
+    DescribeChunks,
     EndHandoff,
     Purge,
+    ReadChunks,
     RecordRequest,
     ReleaseHandoff,
     Reset,
@@ -313,6 +317,34 @@ class Control:
         """
         return self._ask_json(TrySettings(next(self._client.numbers), content, seconds, dry), timeout_s)
 
+    def describe_chunks(self, chunks: Sequence[ChunkDescription], timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Say what chunks of this model hold, for engines that tell routers. It is not known whether it was heard.
+
+        :raises LayerflowError: the server did not answer.
+        """
+        with self._lock:
+            self._dialled(timeout_s)
+            self._client.tell(DescribeChunks(list(chunks)))
+
+    def read_chunks(
+        self, epoch: int = 0, after: int = 0, begun: int = 0, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> ChunkChanges:
+        """What has changed of the model's described chunks; parameters of the answer before, 0 = there was none.
+
+        :raises LayerflowError: the server did not answer.
+        """
+        with self._lock:
+            inquiry = Pending(until=time.monotonic() + timeout_s)
+            self._ask(inquiry, ReadChunks(next(self._client.numbers), epoch, after, begun))
+        if inquiry.error is not None:
+            raise inquiry.error
+        return cast(ChunkChanges, inquiry.answer)
+
+    def hung_up(self) -> bool:
+        """Is there no connection, or has the server ended it?"""
+        with self._lock:
+            return self._client.reachable(at_once=True) is None
+
     def close(self) -> None:
         """Hang up; leases expire by themselves."""
         with self._lock:
@@ -341,6 +373,13 @@ class Control:
                     self._client.lost(self._no_answer())
             if not isinstance(pending.error, SessionUnknown):
                 return
+
+    def _dialled(self, timeout_s: float) -> None:
+        try:
+            self._connected(time.monotonic() + timeout_s)
+        except LayerflowError:
+            self._client.hang_up()
+            raise
 
     def _no_answer(self) -> LayerflowError:
         return DeadlineExceeded(f"the server at {self._client.endpoint} did not answer in time; is it running there?")

@@ -193,6 +193,14 @@ class ServerSettings(Section):
     max_clients_bytes: Size = setting(
         1 << 30, "The same of all clients together.", unit="bytes", ge=1 << 20, le=1 << 40, live=True
     )
+    max_described_bytes: Size = setting(
+        256 << 20,
+        "Memory for what engines say of their chunks, so that all of them can tell routers: some 1.7 KB a chunk.",
+        unit="bytes",
+        ge=0,
+        le=1 << 40,
+        live=True,
+    )
     max_deadline_s: Real = setting(
         3600.0, "Longest deadline of a step, and longest lease, that a client may ask for.", unit="s", ge=1, le=86_400
     )

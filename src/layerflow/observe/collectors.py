@@ -158,6 +158,49 @@ class PeerMetrics:
             self._seen.raise_to(self._failures.labels(outcome), count)
 
 
+# What engines have said of their chunks.
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedStatistics:
+    """A snapshot.
+
+    :param there: described chunks that can be hit. :param absent: others: on their way, or gone.
+    :param nbytes: what the descriptions take. :param forgotten: dropped for room while their chunk was there.
+    """
+
+    there: int
+    absent: int
+    nbytes: int
+    forgotten: int
+
+
+class DescribedMetrics:
+    """Metrics ``layerflow_described_…``; all zero where no engine has KV cache events on."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._chunks = Gauge(
+            "layerflow_described_chunks",
+            "Chunks that engines have described for routers.",
+            ["state"],
+            registry=registry,
+        )
+        self._bytes = Gauge("layerflow_described_bytes", "Bytes that descriptions take.", registry=registry)
+        self._forgotten = Counter(
+            "layerflow_described_chunks_forgotten",
+            "Chunks that routers were told are gone because server.max_described_bytes was full.",
+            registry=registry,
+        )
+        self._seen = CountsSeen()
+
+    def read(self, statistics: DescribedStatistics) -> None:
+        """A fresh snapshot; its count only ever rises."""
+        self._chunks.labels("there").set(statistics.there)
+        self._chunks.labels("absent").set(statistics.absent)
+        self._bytes.set(statistics.nbytes)
+        self._seen.raise_to(self._forgotten, statistics.forgotten)
+
+
 # The figures of the tier behind the arena: counts since the server's start, read off its snapshots.
 
 

@@ -15,6 +15,8 @@ from layerflow._version import __version__
 from layerflow.expiring import ExpiringSet
 from layerflow.observe.collectors import (
     CountsSeen,
+    DescribedMetrics,
+    DescribedStatistics,
     HandoffMetrics,
     HandoffsLike,
     PeerMetrics,
@@ -227,6 +229,7 @@ class Metrics:
         self._tier = TierMetrics(registry)
         self._peers = PeerMetrics(registry)
         self._handoffs = HandoffMetrics(registry)
+        self._described = DescribedMetrics(registry)
 
         self._recording = gauge("recording_up", "1 while what happens is being recorded.")
         self._recording_bytes = gauge("recording_bytes", "Size of the file that is being written.")
@@ -407,6 +410,10 @@ class Metrics:
         self._recording_bytes.set(statistics.nbytes if statistics.on else 0)
         self._seen.raise_to(self._recorded, statistics.events)
         self._seen.raise_to(self._unrecorded, statistics.dropped)
+
+    def described(self, statistics: DescribedStatistics) -> None:
+        """A fresh snapshot of what engines have said of their chunks."""
+        self._described.read(statistics)
 
     def handoffs(self, statistics: HandoffsLike, followed: int, following: int) -> None:
         """Hand-offs; objects that were followed since the start, and those of them that are not stored yet."""

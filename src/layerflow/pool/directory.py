@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import islice
 
 from layerflow.errors import PoolError
@@ -61,6 +61,7 @@ class Directory:
 
     def __init__(self, nbytes: int, presence: PresenceWriter | None = None) -> None:
         self.presence = presence
+        self.listener: Callable[[bytes], None] | None = None  #: hears the key of what became ready, or is no more
         self.ready: dict[bytes, DirectoryEntry] = {}
         self.writing: dict[bytes, DirectoryEntry] = {}
         self.at: ByOffset[DirectoryEntry] = ByOffset(nbytes)
@@ -95,6 +96,8 @@ class Directory:
         presence = self.presence
         if presence is not None:
             presence.add(entry.key)
+        if self.listener is not None:
+            self.listener(entry.key)
         if not (entry.parent or entry.block_digests):
             return
         block = entry.block_digests[:DIGEST_BYTES]
@@ -153,6 +156,8 @@ class Directory:
         presence = self.presence
         if presence is not None:
             presence.discard(entry.key)
+        if self.listener is not None:
+            self.listener(entry.key)
         if not (entry.parent or entry.block_digests):
             return
         self.chunks.discard(entry.key, entry.located.tokens, entry.parent, entry.block_digests)

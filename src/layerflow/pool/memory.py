@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Protocol
 
@@ -265,6 +265,10 @@ class MemoryPool:
     def presence(self) -> Presence | None:
         """The table that tells clients which objects are certainly not here; None = none is kept."""
         return self._directory.presence
+
+    def listen(self, listener: Callable[[bytes], None]) -> None:
+        """Call `listener` with the key of each object that becomes complete, or is evicted or hidden, from now on."""
+        self._directory.listener = listener
 
     def memory_at(self, offset: int, nbytes: int) -> memoryview:
         """The arena's bytes there, to be written by who has reserved them."""

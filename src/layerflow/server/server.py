@@ -7,7 +7,7 @@ import functools
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +29,7 @@ from layerflow.presence import PresenceWriter
 from layerflow.recording.notes import Note
 from layerflow.server import terms
 from layerflow.server.account import Accounts, Allowance
+from layerflow.server.chunk_journal import ABSENT, ARENA, TIER, ChunkJournal
 from layerflow.server.clients import LOCAL, REMOTE, Address, AnySession, Clients, ClientSession, Sessions
 from layerflow.server.driver import Driver
 from layerflow.server.handlers import Handlers
@@ -178,6 +179,9 @@ class Server:
         # A table of the arena alone would hide from clients what lies behind it.
         self._presence = PresenceWriter(self._arena.nbytes) if tier is None and not settings.peers.attach else None
         self.pool = CoveringPool(self._arena, self._presence, lease_share=settings.pool.lease_share)
+        self._journal = ChunkJournal(self._where, lambda: self.settings.server.max_described_bytes)
+        self._looking: Generator[None, None, None] | None = None
+        self.pool.listen(self._journal.object_changed)
         self.accounts = Accounts(self._allowance)
         self.sessions = Sessions(self.accounts)
         self.mailboxes = Mailboxes()
@@ -198,7 +202,15 @@ class Server:
 
             name, options = tier
             self.tier = Tier(
-                name, options, settings.pool, pool=self.pool, arena=arena, emit=self._tier_news, incoming=incoming
+                name,
+                options,
+                settings.pool,
+                pool=self.pool,
+                arena=arena,
+                emit=self._tier_news,
+                incoming=incoming,
+                changed=self._journal.object_changed,
+                turned=self._look_again,
             )
         self.peers: Peers | None = None
         if settings.peers.serve or settings.peers.attach or settings.peers.learn:
@@ -243,6 +255,7 @@ class Server:
             status=self.status,
             arena_bytes=self._arena.nbytes,
             settings=lambda: self.settings.server,
+            journal=self._journal,
             lease_s=lambda: self.settings.pool.lease_ms / 1e3,
             handoffs=self.handoffs,
             pd=lambda: self.settings.pd,
@@ -324,6 +337,28 @@ class Server:
     def _tier_news(self, events: Sequence[Event]) -> None:
         if events:
             self.driver.handle(*events)
+
+    def _where(self, keys: Sequence[bytes]) -> int:
+        """Where all of these objects are, as the journal counts it."""
+        if all(self.pool.lookup(keys)):
+            return ARENA
+        tier = self.tier
+        if tier is None:
+            return ABSENT
+        there = zip(keys, self.pool.lookup(keys), strict=True)
+        return TIER if all(resident or tier.lists(key) for key, resident in there) else ABSENT
+
+    def _look_again(self) -> None:
+        """The tier came or went: look at each described chunk, in turns."""
+        idle, self._looking = self._looking is None, self._journal.look_again()
+        if idle:
+            asyncio.get_running_loop().call_soon(self._look_on)
+
+    def _look_on(self) -> None:
+        if self._looking is not None and next(self._looking, self) is self:
+            self._looking = None
+        if self._looking is not None:
+            asyncio.get_running_loop().call_soon(self._look_on)
 
     def _limits(self, settings: Settings) -> Limits:
         return limits_of(settings, self._arena.nbytes)
@@ -410,6 +445,7 @@ class Server:
         follows = self.driver.follows
         self.metrics.recording(self.recorder.statistics())
         self.metrics.trial(on=self.trials.current is not None)
+        self.metrics.described(self._journal.statistics())
         self.metrics.handoffs(self.handoffs.statistics(), follows.objects, follows.coming_objects)
         if self.tier is not None:
             self.metrics.tier(self.tier.statistics())

@@ -74,6 +74,7 @@ def status_of(
             "to_store": server.driver.follows.coming_objects,
         },
         "recording": server.recorder.status(),
+        "described": dataclasses.asdict(server.journal.statistics()),
         "flow": dataclasses.asdict(server.driver.flow.statistics()),
         "figures": server.metrics.summary(),
         "exposed_load": server.metrics.exposed_load.plain(),

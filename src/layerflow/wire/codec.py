@@ -32,6 +32,7 @@ _GROWN = (
     messages.OpenHandoff,
     messages.Report,
     messages.Spans,
+    messages.DescribeChunks,
     messages.PeerLookup,
     messages.PeerOpenHandoff,
 )

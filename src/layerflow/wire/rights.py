@@ -18,7 +18,8 @@ class Role(enum.StrEnum):
     LOOK = "look"  #: asks what is stored, and for the status; leases what it finds, under a name of its own
     READ = "read"  #: a server that reads what this one lends
     PEER = "peer"  #: a server that keeps hand-offs here, too, and releases them; reads
-    ACT = "act"  #: speaks for engines that the list names: resets them, opens and ends their hand-offs; looks
+    ACT = "act"  #: speaks for engines that the list names: resets them, opens and ends their hand-offs; looks, and
+    #: reads which prompts are stored
     LOCAL = "local"  #: a process of this machine and user
 
 
@@ -46,6 +47,8 @@ NEEDED: Mapping[type[Message], Role | None] = {
     wire.EndHandoff: Role.ACT,
     wire.ReleaseHandoff: Role.ACT,
     wire.WatchHandoff: Role.ACT,
+    wire.DescribeChunks: Role.ACT,
+    wire.ReadChunks: Role.ACT,
     wire.PeerHello: Role.READ,
     wire.PeerLookup: Role.READ,
     wire.PeerRelease: Role.READ,

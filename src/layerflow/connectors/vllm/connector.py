@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterable
 from typing import Any
 
 import structlog
@@ -39,7 +38,7 @@ from layerflow.connectors.vllm.pd.side import HandoffSide
 from layerflow.connectors.vllm.plan import NOT_NAMED, StepPlan, WorkerLayout, WorkerReport
 from layerflow.connectors.vllm.reuse import obstacle
 from layerflow.connectors.vllm.scheduler import recovery
-from layerflow.connectors.vllm.scheduler.events import ChunkEvents
+from layerflow.connectors.vllm.scheduler.events import PoolEvents
 from layerflow.connectors.vllm.scheduler.scheduler import SchedulerSide
 from layerflow.connectors.vllm.versions import check_version, release
 from layerflow.connectors.vllm.worker.hook_times import ENVIRONMENT, HookTimes
@@ -128,7 +127,9 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._obstacle:
             log.warning("reuse_off", reason=self._obstacle, effect="this engine loads and saves nothing")
         events = vllm_config.kv_events_config
-        self._events = events is not None and events.enable_kv_cache_events and self.options.save
+        tells = (
+            events is not None and events.enable_kv_cache_events and events.publisher != "null" and self.options.load
+        )
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(
                 self.options,
@@ -140,7 +141,7 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 keeps_reports=not getattr(vllm_config.parallel_config, "enable_fault_tolerance", False),
                 # With overlapping steps vLLM may emit tokens of the step behind a failed one: hits need leases there.
                 trusts_sight=transfer.kv_load_failure_policy == "recompute" and not _steps_overlap(vllm_config),
-                events=ChunkEvents(kv_cache_config) if self._events else None,
+                events=PoolEvents(vllm_config, kv_cache_config) if tells else None,
                 drains_holders=release(vllm.__version__) >= (0, 31),
                 keys=RequestKeys(Adapters(keyed_by_path=release(vllm.__version__) >= (0, 32))),
                 reuses=not self._obstacle,
@@ -245,11 +246,6 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._scheduler is not None
         return self._scheduler.step_loads.failed(connector_output)
 
-    def take_events(self) -> Iterable[Any]:
-        """KV cache events."""
-        events = self._scheduler.events if self._scheduler is not None else None
-        return events.take() if events is not None else ()
-
     def reset_cache(self) -> bool | None:
         """Forget what is stored."""
         assert self._scheduler is not None
@@ -315,7 +311,6 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     consumer=self._kv_transfer_config.is_kv_consumer and not self._is_child,
                 ),
                 taken_back=self._takes_back,
-                events=self._events,
                 splits=bool(getattr(self._vllm_config.parallel_config, "use_ubatching", False)),
                 weights=self._weights,
             )

@@ -173,10 +173,6 @@ class SaveApprovals:
         return taken
 
 
-ChunkKey = tuple[int, bytes]
-"""A chunk's layerflow group and digest."""
-
-
 class UnkeptLoad(NamedTuple):
     """A load that vLLM was promised, and that could not be planned.
 
@@ -297,7 +293,6 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         ranks say so.
     :param costs: the worker's link and compute, as far as measured.
     :param failed: requests of which a load has failed, with the largest share of their blocks that has, over all ranks.
-    :param stored: chunks that are published since, with how many ranks have stored them; only for KV cache events.
     :param lost: requests of which a load of the running step has failed; of models with several cache groups.
     :param ran: numbers of the plans that depend on a load and that were run, with how many ranks say so.
     :param layouts: of the workers, by rank, with what they tell first.
@@ -309,7 +304,6 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     drained: dict[tuple[str, int], int] = field(default_factory=dict)
     costs: tuple[LinkCost | None, ComputeCost | None] | None = None
     failed: dict[str, float] = field(default_factory=dict)
-    stored: dict[ChunkKey, int] = field(default_factory=dict)
     lost: frozenset[str] = frozenset()
     ran: dict[int, int] = field(default_factory=dict)
     layouts: tuple[WorkerLayout, ...] = ()
@@ -324,7 +318,6 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
             mine = overlaps.get(request, (0.0, 0.0))
             overlaps[request] = (mine[0] + hidden, mine[1] + whole)
         drained = dict(Counter(self.drained) + Counter(other.drained))
-        stored = dict(Counter(self.stored) + Counter(other.stored))
         ran = dict(Counter(self.ran) + Counter(other.ran))
         failed = {
             request: max(self.failed.get(request, 0.0), other.failed.get(request, 0.0))
@@ -335,7 +328,6 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
             drained=drained,
             costs=_slower(self.costs, other.costs),
             failed=failed,
-            stored=stored,
             lost=self.lost | other.lost,
             ran=ran,
             layouts=self.layouts + other.layouts,

@@ -11,6 +11,7 @@ from layerflow.observe.logs import LogRateLimiter
 from layerflow.observe.metrics import Metrics
 from layerflow.observe.slow_steps import SlowSteps
 from layerflow.pool.base import Pool
+from layerflow.server.chunk_journal import ChunkJournal
 from layerflow.server.clients import ClientSession, Sessions
 from layerflow.server.driver import Driver
 from layerflow.server.handoffs.registry import Handoffs
@@ -32,6 +33,7 @@ class ServerContext:
     """What the handlers work on.
 
     :param send: queue a message for a session.
+    :param journal: what engines have said of their chunks, and what became of these.
     :param handoffs: what is kept for decode engines.
     :param pd: the settings of prefill and decode apart.
     :param lease_s: how long leases usually last.
@@ -57,6 +59,7 @@ class ServerContext:
     status: Callable[[], dict[str, object]]
     arena_bytes: int
     settings: Callable[[], ServerSettings]
+    journal: ChunkJournal
     handoffs: Handoffs
     pd: Callable[[], PdSettings]
     lease_s: Callable[[], float]

@@ -21,6 +21,7 @@ from layerflow.flow.events import (
 from layerflow.recording.format import LookupsMissed, SessionGone
 from layerflow.server.account import Refused
 from layerflow.server.clients import AnySession, ClientSession, Reader
+from layerflow.server.handlers.chunks import describe_chunks, read_chunks
 from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handlers.forget import purge, reset_engine
 from layerflow.server.handlers.handoffs import end_handoff, keep_part, open_handoff, release_handoff, watch_handoff
@@ -210,6 +211,10 @@ class Handlers:
             case wire.Spans():
                 self._worker(session, "Spans")
                 context.span_questions.answered(session, message)
+            case wire.DescribeChunks():
+                await describe_chunks(context, session, message)
+            case wire.ReadChunks():
+                await read_chunks(context, session, message)
             case wire.Purge():
                 self._later(session, message, lambda: purge(context, session, tier=message.tier))
             case wire.Reset():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from layerflow.hosts.backend import IndexEntry
 from layerflow.pool.chunk_index import ChunkIndex
@@ -12,9 +12,13 @@ MAX_RECENT_CHUNKS = 16_384
 
 
 class TierIndex:
-    """The content of a tier that nobody else can add to, kept in step with what its host reports."""
+    """The content of a tier that nobody else can add to, kept in step with what its host reports.
 
-    def __init__(self) -> None:
+    :param listener: hears the key of what is added or removed.
+    """
+
+    def __init__(self, listener: Callable[[bytes], None] | None = None) -> None:
+        self._listener = listener
         self._entries: dict[bytes, IndexEntry] = {}
         self.chunks = ChunkIndex()  #: its partial chunks, and those that tell with which blocks they begin
 
@@ -30,6 +34,8 @@ class TierIndex:
             self.discard([entry.key])
             self._entries[entry.key] = entry
             self.chunks.add(entry.key, entry.tokens, entry.parent, entry.block_digests)
+            if self._listener is not None:
+                self._listener(entry.key)
 
     def discard(self, keys: Iterable[bytes]) -> None:
         """Remove what is not there (any more)."""
@@ -37,6 +43,8 @@ class TierIndex:
             entry = self._entries.pop(key, None)
             if entry is not None:
                 self.chunks.discard(key, entry.tokens, entry.parent, entry.block_digests)
+                if self._listener is not None:
+                    self._listener(key)
 
     def free(self, most: int) -> bool:
         """Let go of `most` entries of an index that is of no use any more; whether any is left."""

@@ -134,7 +134,8 @@ class Tier:
     :param name: the backend's.
     :param options: the backend's section of the configuration.
     :param emit: gives events to the core.
-    :param numbers: of fetches.
+    :param changed: hears the key of what its index gains or loses.
+    :param turned: called when all that it has may come or go at once.
     """
 
     def __init__(
@@ -147,6 +148,8 @@ class Tier:
         arena: tuple[int, int],
         emit: Callable[[Sequence[Event]], None],
         incoming: IncomingObjects,
+        changed: Callable[[bytes], None],
+        turned: Callable[[], None],
     ) -> None:
         self.name = name
         self.settings = settings
@@ -156,7 +159,8 @@ class Tier:
         self.reason = "starting"
         self._outcomes: Counter[str] = Counter()
         self._log = structlog.get_logger("layerflow.server.tier.tier")
-        self._index = TierIndex()
+        self._changed, self._turned = changed, turned
+        self._index = TierIndex(changed)
         self._generation = self._coming = 0  # of the host's index: which is whole here, and which is being told
         self._recent = ChunkIndex(MAX_RECENT_CHUNKS)  # of a backend without an index: what this server wrote to it
         self._hidden: ExpiringSet[bytes] = ExpiringSet(MAX_HIDDEN_KEYS)  # their last read failed: a retry must not loop
@@ -190,6 +194,10 @@ class Tier:
         hidden = self._hidden.among(keys, time.monotonic())
         coming = self._fetches.among(keys)
         return [come or (key in known and key not in hidden) for key, come in zip(keys, coming, strict=True)]
+
+    def lists(self, key: bytes) -> bool:
+        """Is the object in the tier's index, and can it be read? Of a tier without an index it is not known."""
+        return self.up and key in self._index and not self._hidden.among([key], time.monotonic())
 
     async def ask(self, keys: Sequence[bytes], charge: Charge, until: float) -> frozenset[bytes]:
         """Ask the backend which of `keys` can be brought; one with an index has said so already.
@@ -389,7 +397,9 @@ class Tier:
     def _lower(self, reason: str) -> None:
         if self.up or self.reason != reason:
             self._log.warning("tier_down", backend=self.name, reason=reason)
-        self.up, self.reason = False, reason
+        was_up, self.up, self.reason = self.up, False, reason
+        if was_up:
+            self._turned()
         self._questions.give_up()
         for number, waiting in self._clearing.items():
             if not waiting.done():
@@ -401,10 +411,11 @@ class Tier:
         whole = message.indexed and message.generation == self._generation
         if not whole:
             self._free(self._index)
-            self._index = TierIndex()
+            self._index = TierIndex(self._changed)
             self._generation, self._coming = 0, message.generation
         self.up = whole or not message.indexed
         self._log.info("tier_up", backend=self.name, **message.details)
+        self._turned()
         if self.up:
             self.partitions.refresh()
 
@@ -424,6 +435,7 @@ class Tier:
             self._generation, self._coming = self._coming, 0
             if not self.reason:  # else it is away again by now
                 self.up = True
+                self._turned()
                 self.partitions.refresh()
 
     def _read_failed(self, key: bytes, outcome: int, reason: str) -> None:
@@ -432,6 +444,7 @@ class Tier:
         self._hidden.add(key, time.monotonic() + HIDE_S)
         if outcome == ObjectStatus.BROKEN:
             self._index.discard([key])
+        self._changed(key)
         self._log.warning("fetch_failed", backend=self.name, key=describe_key(key), outcome=name, reason=reason)
 
     def _noted(self, new: NewObject) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from layerflow.wire.messages.base import Beat, Message
 from layerflow.wire.messages.peers import (
     PeerBeat,
@@ -245,6 +247,38 @@ class HandoffState(Message, frozen=True, tag=109):
     reason: str = ""
 
 
+class ChunkChange(Message, frozen=True):
+    """Where a described chunk is now.
+
+    :param states: a byte for each group: 0 = gone, 1 = all of it in the arena, 2 = some only behind the arena.
+    :param parent: and what follows, as of ChunkDescription; empty where the chunk is gone.
+    """
+
+    digest: bytes
+    states: bytes
+    parent: bytes = b""
+    tokens: bytes = b""
+    extra: bytes = b""
+
+
+class ChunkChanges(Message, frozen=True, tag=111):
+    """The next changes, oldest first.
+
+    :param epoch: of this server's notes. Another one than before, or 0 changes with `upto` = 0: read from 0, and take
+        for gone what is not told again.
+    :param upto: read on behind this. :param begun: goes with the next question. :param more: there is more to be read.
+    """
+
+    needs_version: ClassVar[int] = 2
+
+    id: int
+    epoch: int
+    upto: int
+    begun: int
+    more: bool
+    chunks: list[ChunkChange] = []
+
+
 class Problem(Message, frozen=True, tag=199):
     """A message was refused and changed nothing. `id` repeats the request's id or step, -1 without one."""
 
@@ -277,6 +311,7 @@ ToClient = (
     | Status
     | HandoffState
     | SpansWanted
+    | ChunkChanges
     | Problem
     | PeerWelcome
     | PeerFound

@@ -406,6 +406,41 @@ class Spans(Message, frozen=True, tag=28):
     more: bool = False
 
 
+class ChunkDescription(Message, frozen=True):
+    """A chunk in an engine's words.
+
+    :param digest: of the chunk, full or partial. :param parent: of the chunk before; empty = it is a prompt's first.
+    :param extra: what else decides the engine's block hashes, in its own words; engines of the same model read them.
+    """
+
+    digest: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    parent: Annotated[bytes, msgspec.Meta(max_length=16)]
+    tokens: Annotated[bytes, msgspec.Meta(min_length=4, max_length=1 << 18)]
+    extra: Annotated[bytes, msgspec.Meta(max_length=1 << 16)] = b""
+
+
+class DescribeChunks(Message, frozen=True, tag=30):
+    """What these chunks of the attached model hold, so that its engines can tell routers of them. No answer."""
+
+    needs_version: ClassVar[int] = 2
+
+    chunks: Annotated[list[ChunkDescription], msgspec.Meta(max_length=4096)]
+
+
+class ReadChunks(Message, frozen=True, tag=31):
+    """What has changed of the described chunks of the attached model? Answered by ChunkChanges.
+
+    :param epoch: of the last answer; 0 = there was none. :param after: its `upto`. :param begun: its `begun`.
+    """
+
+    needs_version: ClassVar[int] = 2
+
+    id: int
+    epoch: int = 0
+    after: int = 0
+    begun: int = 0
+
+
 ToServer = (
     Hello
     | Attach
@@ -428,6 +463,8 @@ ToServer = (
     | TraceRequest
     | TrySettings
     | Spans
+    | DescribeChunks
+    | ReadChunks
     | PeerHello
     | PeerLookup
     | PeerRelease

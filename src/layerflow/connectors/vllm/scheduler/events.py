@@ -1,131 +1,289 @@
-"""KV cache events: chunks that layerflow has stored, told on vLLM's own channel (``--kv-events-config``).
+"""KV cache events: what the pool holds, in vLLM's blocks and hashes, on vLLM's channel (``--kv-events-config``).
 
-An event's blocks are layerflow's chunks: their size and their hashes are not those of vLLM's own blocks. What the pool
-evicts later is not told: it is shared, and a chunk that is announced is a hint.
+vLLM collects a connector's events with a step's output. An engine that is idle takes no steps, while others go on to
+fill the pool and to evict from it: so the events of the pool are handed to vLLM's publisher by the announcer's thread.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_events import MEDIUM_CPU, AllBlocksCleared, BlockStored
+import msgspec
+import numpy as np
+import structlog
+import zmq
+from vllm.distributed import kv_events
+from vllm.distributed.kv_events import (
+    MEDIUM_CPU,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventPublisherFactory,
+    KVEventBatch,
+    ZmqEventPublisher,
+)
+from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
+from zmq.utils.monitor import parse_monitor_message
 
-from layerflow.agent.descriptors import ObjectDescriptor, PartDescriptor
-from layerflow.connectors.vllm.plan import ChunkKey
-from layerflow.connectors.vllm.scheduler.requests import RequestState
-from layerflow.keys import covered_by
-from layerflow.spec import ModelSpec
+from layerflow.agent.control import Control
+from layerflow.connectors.common.announcer import Announcer
+from layerflow.connectors.common.block_ledger import BlockEvent, BlockGroup, BlockLedger, Hash, StoredBlocks
+from layerflow.wire.messages import ChunkChange, ChunkDescription
 
-FORGET_S = 60.0
-"""A chunk that is not stored so long after its save was planned is not told any more; twice the default
-``transfer.save_timeout_ms``. An event is a hint: what is missing costs a router a guess."""
+if TYPE_CHECKING:
+    from layerflow.connectors.vllm.scheduler.requests import RequestState
+    from layerflow.keys import Chain
+    from layerflow.spec import ModelSpec
+
+MEDIUMS = {1: MEDIUM_CPU, 2: getattr(kv_events, "MEDIUM_STORAGE", "STORAGE")}
+"""By state of a chunk."""
 
 # vLLM 0.27 has its extra keys in the published form already.
 _published = getattr(kv_cache_utils, "to_event_extra_keys", list)
 
+log = structlog.get_logger("layerflow.events")
 
-@dataclass(slots=True)
-class _PendingChunk:
-    """A chunk on its way.
+# vLLM's publisher: it is made by vLLM's scheduler, right behind this connector.
 
-    :param event: told once it is stored.
-    :param missing: how many stores are still missing: per layerflow group of the vLLM group, one for each box.
-    :param asked_at: monotonic seconds.
+
+class _WatchedPublisher(ZmqEventPublisher):  # type: ignore[misc]
+    """Sees who connects, and what vLLM itself says.
+
+    :ivar cleared: vLLM has told its routers to forget everything.
     """
 
-    event: BlockStored
-    missing: int
-    asked_at: float
+    cleared = False
+
+    def _socket_setup(self) -> None:
+        super()._socket_setup()
+        assert self._pub is not None
+        self.connections = self._pub.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+
+    def publish(self, events: Any) -> None:
+        """Send a batch."""
+        if any(isinstance(event, AllBlocksCleared) for event in events.events):
+            self.cleared = True
+        super().publish(events)
+
+    def shutdown(self) -> None:
+        """Stop."""
+        if self._pub is not None:
+            self._pub.disable_monitor()
+        self.connections.close(0)
+        super().shutdown()
 
 
-class ChunkEvents:
-    """The scheduler's side: a chunk is news when all ranks have stored it.
+class VllmRouter:
+    """Where the announcer's events go: the next publisher that vLLM makes in this process.
 
-    :param cache: vLLM's KVCacheConfig.
+    :param kind: of publisher, by vLLM's configuration.
     """
 
-    def __init__(self, cache: Any) -> None:
-        self._kinds = [
-            (get_kv_cache_spec_kind(group.kv_cache_spec).value, getattr(group.kv_cache_spec, "sliding_window", None))
-            for group in cache.kv_cache_groups
-        ]
-        self._spec: ModelSpec | None = None
-        self._vllm_groups: tuple[int, ...] = ()
-        self._stores: list[int] = []
-        self._pending: dict[ChunkKey, _PendingChunk] = {}
-        self._news: list[Any] = []
+    def __init__(self, kind: str, group_kinds: Sequence[tuple[str, int | None]]) -> None:
+        self._group_kinds = group_kinds
+        self._publisher: Any = None
+        self._greeted = False
+        registry = EventPublisherFactory._registry
+        made = registry[kind]
 
-    def meet_workers(self, spec: ModelSpec, vllm_groups: Iterable[int]) -> None:
-        """All workers have registered their caches; see :class:`.layout.Layout`."""
-        self._spec, self._vllm_groups = spec, tuple(vllm_groups)
-        # What several ranks hold is stored by one of them.
-        self._stores = [
-            len({covered_by(group, shard) for shard in spec.shard.peers()}) for group in range(len(spec.groups))
-        ]
+        def make(*args: Any, **kwargs: Any) -> Any:
+            registry[kind] = made
+            watched = made is ZmqEventPublisher
+            self._publisher = (_WatchedPublisher if watched else made)(*args, **kwargs)
+            if not watched:
+                log.warning("routers_not_watched", publisher=kind, effect="a router that starts late learns from hits")
+            return self._publisher
 
-    def planned(self, parts: Iterable[PartDescriptor], requests: Mapping[str, RequestState]) -> None:
-        """A step saves these parts."""
-        assert self._spec is not None
-        now = time.monotonic()
-        for part in parts:
-            for piece in part.pieces:
-                if piece.tokens == self._spec.chunk_tokens:
-                    key = (self._vllm_groups[part.group], piece.digest)
-                    chunk = self._pending.pop(key, None) or self._chunk(part, piece, requests[part.request])
-                    chunk.asked_at = now
-                    self._pending[key] = chunk
-        # Saves that failed, or found their chunk stored already, are reported by nobody: the oldest are asked about.
-        while self._pending:
-            oldest = next(iter(self._pending))
-            if now - self._pending[oldest].asked_at <= FORGET_S:
-                break
-            del self._pending[oldest]
+        registry[kind] = make
 
-    def stored(self, chunks: Mapping[ChunkKey, int]) -> None:
-        """Workers have stored these chunks of layerflow's groups, each by so many ranks."""
-        for (group, digest), ranks in chunks.items():
-            key = (self._vllm_groups[group], digest)
-            chunk = self._pending.get(key)
-            if chunk is not None:
-                chunk.missing -= ranks
-                if chunk.missing <= 0:
-                    self._news.append(self._pending.pop(key).event)
+    def publish(self, events: Sequence[BlockEvent]) -> None:
+        """Send events as one batch."""
+        publisher = self._publisher
+        if publisher is None or not getattr(publisher, "_running", True) or not events:
+            return
+        publisher.publish(KVEventBatch(ts=time.time(), events=[self._event(event) for event in events]))
 
-    def cleared(self) -> None:
-        """What was told is found no more: the weights were replaced."""
-        self._pending.clear()
-        self._news = [AllBlocksCleared()]
+    def missed(self) -> bool:
+        """Has a subscriber connected before the last call, or has vLLM had everything forgotten?
 
-    def take(self) -> list[Any]:
-        """vLLM's KVCacheEvents since the last call."""
-        taken, self._news = self._news, []
-        return taken
+        One that has only now connected is told with the next call: its subscription follows its greeting.
+        """
+        publisher = self._publisher
+        if not isinstance(publisher, _WatchedPublisher):
+            return False
+        missed, self._greeted = self._greeted or publisher.cleared, False
+        publisher.cleared = False
+        while not publisher.connections.closed and publisher.connections.poll(0):
+            parse_monitor_message(publisher.connections.recv_multipart())
+            self._greeted = True
+        return missed
 
-    def _chunk(self, part: PartDescriptor, piece: ObjectDescriptor, tracked: RequestState) -> _PendingChunk:
-        assert self._spec is not None
-        size, vllm_group = self._spec.chunk_tokens, self._vllm_groups[part.group]
-        number = piece.blocks.start * self._spec.groups[part.group].block_size // size
-        start, stop = number * size, (number + 1) * size
-        extra, _ = kv_cache_utils.generate_block_hash_extra_keys(tracked.request, start, stop, 0)
-        lora = tracked.request.lora_request
-        kind, window = self._kinds[vllm_group]
-        event = BlockStored(
-            block_hashes=[piece.digest],
-            parent_block_hash=tracked.chain.parent(number) if number else None,
-            token_ids=tracked.chain.tokens[start:stop].tolist(),
-            block_size=size,
-            lora_id=lora.adapter_id if lora is not None else None,
-            medium=MEDIUM_CPU,
-            lora_name=lora.name if lora is not None else None,
-            extra_keys=_published([extra]),
-            group_idx=vllm_group,
+    def _event(self, event: BlockEvent) -> BlockRemoved | BlockStored:
+        hashes = [kv_cache_utils.maybe_convert_block_hash(block) for block in event.hashes]
+        if not isinstance(event, StoredBlocks):
+            return BlockRemoved(block_hashes=hashes, medium=MEDIUMS[event.state], group_idx=event.group)
+        kind, window = self._group_kinds[event.group]
+        lora_name, keys = _unpacked(event.extra)
+        blocks = range(event.first, event.first + len(hashes) * event.units, event.units)
+        extra = [_merged(keys[at : at + event.units]) for at in blocks] if keys else [None] * len(hashes)
+        return BlockStored(
+            block_hashes=hashes,
+            parent_block_hash=kv_cache_utils.maybe_convert_block_hash(event.parent)
+            if event.parent is not None
+            else None,
+            token_ids=np.frombuffer(event.tokens, np.uint32).tolist(),
+            block_size=event.block_tokens,
+            lora_id=None,  # a number of the engine that has described the chunk
+            medium=MEDIUMS[event.state],
+            lora_name=lora_name,
+            extra_keys=_published(extra),
+            group_idx=event.group,
             kv_cache_spec_kind=kind,
             kv_cache_spec_sliding_window=window,
         )
-        stores = [self._stores[own] for own, theirs in enumerate(self._vllm_groups) if theirs == vllm_group]
-        return _PendingChunk(event, sum(stores), time.monotonic())
+
+
+# What a chunk is to vLLM: its tokens, and what else its blocks' hashes are made from.
+
+_Keys = list[tuple[Any, ...] | None]
+"""By unit of a chunk, vLLM's extra keys."""
+
+
+def _packed(request: Any, start: int, stop: int, unit: int) -> bytes:
+    """What of a request besides tokens decides the hashes of these tokens' units; empty = nothing."""
+    keys: _Keys = []
+    at = 0
+    for first in range(start, stop - unit + 1, unit):
+        extra, at = kv_cache_utils.generate_block_hash_extra_keys(request, first, first + unit, at)
+        keys.append(extra)
+    lora = request.lora_request
+    if lora is None and not any(keys):
+        return b""
+    return msgspec.msgpack.encode((lora.name if lora is not None else None, keys))
+
+
+def _unpacked(extra: bytes) -> tuple[str | None, _Keys]:
+    if not extra:
+        return None, []
+    name, keys = msgspec.msgpack.decode(extra)
+    return name, [_as_tuples(each) for each in keys]
+
+
+def _as_tuples(value: Any) -> Any:
+    """Hashes are made from tuples; the wire has lists."""
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
+
+
+def _merged(keys: Sequence[tuple[Any, ...] | None]) -> tuple[Any, ...] | None:
+    """Of a block of several units: each key once."""
+    return tuple(dict.fromkeys(key for each in keys for key in each or ())) or None
+
+
+def describe_chain(request: Any, chain: Chain, tokens: int, unit: int) -> Iterator[ChunkDescription]:
+    """A prompt's chunks, the last one first, as far as `tokens`; less than one whole unit is nothing."""
+    size, ids = chain.chunk_tokens, chain.tokens
+    full, rest = divmod(tokens, size)
+    numbers = [(full, chain.partial(full, rest), rest)] if rest >= unit else []
+    numbers += [(number, chain.digests[number], size) for number in reversed(range(min(full, len(chain.digests))))]
+    for number, digest, held in numbers:
+        start, stop = number * size, number * size + held
+        raw = ids[start:stop].astype(np.uint32).tobytes()
+        parent = chain.parent(number) if number else b""
+        yield ChunkDescription(digest, parent, raw, _packed(request, start, stop, unit))
+
+
+def _hash_tokens(cache: Any, vllm_config: Any, block_tokens: Sequence[int]) -> int:
+    """How many tokens one of vLLM's block hashes covers."""
+    resolve = getattr(kv_cache_utils, "resolve_kv_cache_block_sizes", None)
+    return int(resolve(cache, vllm_config)[1]) if resolve is not None else math.gcd(*block_tokens)
+
+
+class PoolEvents:
+    """For the scheduler's thread, which puts requests into a list and nothing more.
+
+    :param vllm_config: vLLM's VllmConfig. :param cache: its KVCacheConfig.
+    """
+
+    def __init__(self, vllm_config: Any, cache: Any) -> None:
+        specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
+        kinds = [(get_kv_cache_spec_kind(spec).value, getattr(spec, "sliding_window", None)) for spec in specs]
+        self._block_tokens = [int(spec.block_size) for spec in specs]
+        self._unit = _hash_tokens(cache, vllm_config, self._block_tokens)
+        self._hash = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+        self._router = VllmRouter(vllm_config.kv_events_config.publisher, kinds)
+        self._vllm_groups: tuple[int, ...] = ()
+        self._connect: Callable[[ModelSpec], Control] | None = None
+        self._announcer: Announcer | None = None
+
+    def meet_workers(
+        self, spec: ModelSpec, vllm_groups: Iterable[int], connect: Callable[[ModelSpec], Control]
+    ) -> None:
+        """All workers have registered their caches; see :class:`.layout.Layout`.
+
+        :param connect: makes a client of the server, attached with a model's spec.
+        """
+        self._vllm_groups, self._connect = tuple(vllm_groups), connect
+        self._announcer = Announcer(*self._model(spec), self._router).start()
+
+    def planned(self, requests: Iterable[str], tracked: Mapping[str, RequestState]) -> None:
+        """A step saves chunks of these requests."""
+        if self._announcer is None:
+            return
+        for name in requests:
+            request = tracked.get(name)
+            if request is None:
+                continue
+            chain = request.chain
+            tokens = len(chain)
+            if tokens // chain.chunk_tokens > request.described // chain.chunk_tokens or not request.described:
+                request.described = tokens
+                self._announcer.stored(self._describing(request, chain, tokens))
+
+    def found(self, request: RequestState, tokens: int) -> None:
+        """A request has hit so many tokens."""
+        if self._announcer is not None and tokens > request.announced:
+            request.announced = tokens
+            self._announcer.found(self._describing(request, request.chain, tokens))
+
+    def replaced(self, spec: ModelSpec) -> None:
+        """What was told is found no more: the weights were replaced, and keys are others from here on."""
+        if self._announcer is not None:
+            self._announcer.replace(*self._model(spec))
+
+    def close(self) -> None:
+        """End."""
+        if self._announcer is not None:
+            self._announcer.close()
+
+    def _describing(self, request: RequestState, chain: Chain, tokens: int) -> Callable[[], Iterator[ChunkDescription]]:
+        vllm_request, unit = request.request, self._unit
+        return lambda: describe_chain(vllm_request, chain, tokens, unit)
+
+    def _model(self, spec: ModelSpec) -> tuple[Callable[[], Control], BlockLedger]:
+        """What announces a model's chunks."""
+        connect = self._connect
+        assert connect is not None
+        own = spec.own
+        groups = []
+        for number, size in enumerate(self._block_tokens):
+            sources = tuple(at for at in range(len(own.groups)) if self._vllm_groups[at] == number)
+            if sources:
+                whole = any(not (own.groups[at].rules.windowed or own.groups[at].rules.exact) for at in sources)
+                groups.append(BlockGroup(number, size, sources, whole))
+        return lambda: connect(spec), BlockLedger(groups, self._unit, self._hashes)
+
+    def _hashes(self, before: Hash | None, chunk: ChunkChange) -> list[Hash]:
+        tokens, unit = np.frombuffer(chunk.tokens, np.uint32).tolist(), self._unit
+        _, keys = _unpacked(chunk.extra)
+        hashes = []
+        for at, first in enumerate(range(0, len(tokens) - unit + 1, unit)):
+            before = kv_cache_utils.hash_block_tokens(
+                self._hash, before, tokens[first : first + unit], keys[at] if keys else None
+            )
+            hashes.append(before)
+        return hashes

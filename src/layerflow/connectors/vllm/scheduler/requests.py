@@ -36,6 +36,7 @@ class RequestState:
     :param drafted: its draft model's layers have all of its tokens, as far as is known; else it saves none of them.
     :param overlap: hidden and whole transfer time of its loads, seconds.
     :param handoff: what this engine does of one for it.
+    :param described: tokens whose chunks were described as it stored them. :param announced: as it had hit them.
     """
 
     request: Any
@@ -57,6 +58,8 @@ class RequestState:
     drafted: bool = True
     overlap: tuple[float, float] = (0.0, 0.0)
     handoff: RequestHandoff | None = None
+    described: int = 0
+    announced: int = 0
 
     @property
     def id(self) -> str:
@@ -85,7 +88,7 @@ class RequestState:
 
     def renew(self, chain: Chain) -> None:
         """Start the request anew under the present weights, which `chain` is made from."""
-        self.chain, self.outdated, self.saved = chain, False, 0
+        self.chain, self.outdated, self.saved, self.described, self.announced = chain, False, 0, 0, 0
         self.know_tokens()
 
     @property

@@ -47,7 +47,7 @@ from layerflow.flow.cost import Mode
 from layerflow.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from layerflow.connectors.vllm.scheduler.events import ChunkEvents
+    from layerflow.connectors.vllm.scheduler.events import PoolEvents
 
 QUIET_S, QUIET_LOOK_S = 5.0, 0.02
 """How long a reset waits for saves to end, and how often it looks; a worker's saves begin 5 ms behind a short step."""
@@ -80,7 +80,7 @@ class SchedulerSide:
     :param can_fail_in_background: vLLM can be told that a background load of several groups has failed.
     :param recovers: vLLM takes back what was computed on a load of the running step that has failed; of several groups.
     :param trusts_sight: vLLM recovers from a load that fails, so that a hit need not wait for its lease.
-    :param events: takes what is stored, where vLLM's KV cache events are on.
+    :param events: tells routers what can be hit, where vLLM's KV cache events are on.
     :param keys: hashes its requests.
     :param reuses: nothing is loaded or saved unless it is set, and no worker tells a layout.
     :param handoffs: between prefill and decode engines.
@@ -98,7 +98,7 @@ class SchedulerSide:
         can_fail_in_background: bool,
         recovers: bool = False,
         trusts_sight: bool = False,
-        events: ChunkEvents | None = None,
+        events: PoolEvents | None = None,
         keys: RequestKeys | None = None,
         reuses: bool = True,
         handoffs: HandoffSide | None = None,
@@ -194,7 +194,9 @@ class SchedulerSide:
         wait_s, compute_s = self.options.lookup_wait_s, self._advisor.compute_seconds
         self._search = HitSearch(self._lookups, self._handoffs, wait_s, compute_s)
         if self.events is not None:
-            self.events.meet_workers(spec, first.vllm_groups)
+            endpoint, engine, name = first.endpoint, self._engine_id, self._name
+            connect = functools.partial(Control, endpoint, engine, name=name)
+            self.events.meet_workers(spec, first.vllm_groups, connect)
         if self._replaced_early:
             self._keys.replaced(in_use=True)
             self._replaced = True
@@ -252,6 +254,8 @@ class SchedulerSide:
         if hit is None:
             return None, False
         tracked.hit, tracked.local = hit, num_computed
+        if self.events is not None:
+            self.events.found(tracked, hit.tokens)
         more = hit.tokens - num_computed
         if more <= 0:
             return 0, False
@@ -333,7 +337,7 @@ class SchedulerSide:
                 self._forsake(tracked)
         self._saves.step(output, plan)
         if self.events is not None and plan.saves:
-            self.events.planned(plan.saves.parts, self._tracked)
+            self.events.planned(plan.saves.requests, self._tracked)
         plan.leaving, plan.aborted = tuple(self._leaving), tuple(self._aborted)
         self._leaving, self._aborted = [], []
         for request in kept:  # last: a plan that raises on its way here has no loads
@@ -376,8 +380,6 @@ class SchedulerSide:
         if self._saves is not None:
             for (request, number), ranks in report.drained.items():
                 self._saves.drained(request, number, ranks, self._ranks)
-        if self.events is not None:
-            self.events.stored(report.stored)
         if report.costs is not None and self._advisor is not None:
             self._advisor.adopt(*report.costs)
 
@@ -439,8 +441,8 @@ class SchedulerSide:
         self._replaced = True
         for tracked in self._tracked.values():
             self._end(tracked)
-        if self.events is not None:
-            self.events.cleared()
+        if self.events is not None and self.spec is not None:
+            self.events.replaced(self.spec)
 
     def _found_replaced(self, steps: dict[int, str]) -> None:
         """Workers compute with other weights than the keys say, and nobody has called :meth:`reset`.
@@ -503,6 +505,8 @@ class SchedulerSide:
         if self._keys.renamed():
             for other in self._tracked.values():
                 self._end(other)
+            if self.events is not None and self.spec is not None:
+                self.events.replaced(self.spec)
         if num_computed and self._keys.are_mixed(tracked.request):
             self._end(tracked)
             return False
@@ -582,6 +586,8 @@ class SchedulerSide:
             self._lookups.close()
         if self._control is not None:
             self._control.close()
+        if self.events is not None:
+            self.events.close()
 
     def await_weights(self) -> None:
         """Some worker's weights have no digest yet: requests run without being cached until all have told theirs."""

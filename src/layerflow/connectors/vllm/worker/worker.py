@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ from layerflow.connectors.vllm.worker.deferred import Deferred
 from layerflow.connectors.vllm.worker.figures import StepCounters
 from layerflow.connectors.vllm.worker.hooks import LayerHooks
 from layerflow.connectors.vllm.worker.order import LoadOrder, RunnerOrder
-from layerflow.connectors.vllm.worker.outcome import FailedLoads, LandingLoads, StoredChunks, all_failed
+from layerflow.connectors.vllm.worker.outcome import FailedLoads, LandingLoads, all_failed
 from layerflow.connectors.vllm.worker.stats import TransferStats
 from layerflow.device.base import DeviceEvent
 from layerflow.errors import Unsupported
@@ -81,7 +80,6 @@ class WorkerSide:
     :param early: loads may begin before vLLM has prepared the step: nothing that it does then touches the blocks.
     :param in_flight: on a device; see :class:`.order.LoadOrder`.
     :param taken_back: vLLM's scheduler is told which requests' loads have failed in a running step, not which blocks.
-    :param events: tell which chunks are stored, for KV cache events.
     :param splits: vLLM may compute a pass in micro-batches, each layer once for each of them.
     :param weights: what this worker computes with; None = nobody writes to it.
     """
@@ -94,7 +92,6 @@ class WorkerSide:
         *,
         several_groups: bool,
         early: bool,
-        events: bool,
         in_flight: int | None = None,
         taken_back: bool = False,
         splits: bool = False,
@@ -144,10 +141,8 @@ class WorkerSide:
         self._overlaps: dict[str, tuple[float, float]] = {}
         self._saving: dict[str, int] = {}
         self._unopened_saves: dict[int, StepPlan] = {}
-        self._late_steps: deque[Step | NoStep] = deque()
         self._counters = StepCounters()
         self._unmapped = False
-        self._stored = StoredChunks(layout.spec.chunk_tokens) if events else None
         self._deferred = Deferred(SETTLE_S)  # last: its thread ends with close() only
 
     @property
@@ -439,12 +434,8 @@ class WorkerSide:
         if self._in_haste and not (self._failures.shares or ran or layouts or asking or self._changed):
             return None
         drained = {request: 1 for request in self._saving.items() if not self._is_busy(request[0])}
-        stored = {}
-        if self._stored is not None:
-            self._poll_agent()  # no step may follow the last request: what has drained since is told at once
-            stored = self._stored.take()
         changed, self._changed = self._changed, {}
-        if not (self._overlaps or drained or stored or self._failures.shares or ran or layouts or asking or changed):
+        if not (self._overlaps or drained or self._failures.shares or ran or layouts or asking or changed):
             return None
         for request, _ in drained:
             del self._saving[request]
@@ -455,7 +446,6 @@ class WorkerSide:
             drained=drained,
             costs=self._agent.costs,
             failed=self._failures.take_shares(),
-            stored=stored,
             lost=self._failures.take_lost(),
             ran=ran,
             layouts=layouts,
@@ -486,11 +476,8 @@ class WorkerSide:
 
     @property
     def _in_haste(self) -> bool:
-        """Whether saves are deferred behind a short forward pass. Reports may wait: vLLM always runs another step.
-
-        With KV cache events what is stored is told in the step that ends the request: none may follow that one.
-        """
-        return self._put_off is not None and self._stored is None
+        """Whether saves are deferred behind a short forward pass. Reports may wait: vLLM always runs another step."""
+        return self._put_off is not None
 
     def _judge(self, verdicts: Sequence[Verdict]) -> None:
         """Publish what is held back, or give it up. Before blocks are reclaimed, which cuts steps that are held."""
@@ -546,8 +533,6 @@ class WorkerSide:
         if plan.depends_on_load:
             step.hold_saves()
             self._held.setdefault(plan.number, []).append(step)
-        if self._stored is not None:
-            self._stored.opened(step)
 
     def _divided(self, saves: Sequence[PartDescriptor]) -> tuple[list[PartDescriptor], list[PartDescriptor]]:
         """What is saved of the model and of its draft model."""
@@ -663,9 +648,8 @@ class WorkerSide:
         return True
 
     def _saving_for(self, request: str) -> bool:
-        """May a save still read the request's blocks? With events: or is it still to be told what it has stored?"""
-        busy = self._stored is not None and self._agent.busy(request)
-        return busy or self._owes(request) or self._agent.saving(request)
+        """May a save still read the request's blocks?"""
+        return self._owes(request) or self._agent.saving(request)
 
     def _is_busy(self, request: str) -> bool:
         return self._owes(request) or self._agent.busy(request)
@@ -685,7 +669,6 @@ class WorkerSide:
             return
         try:
             step = self._agent.open_descriptors([], plan.saves.parts)
-            self._late_steps.append(step)
             self._mark_done(step, computed)
             step.close()
         finally:
@@ -726,14 +709,7 @@ class WorkerSide:
             self._counters.add("failed_loads", len({failed.request for failed in outcome.failed}))
 
     def _poll_agent(self) -> None:
-        while self._late_steps:
-            late = self._late_steps.popleft()
-            if self._stored is not None:
-                self._stored.opened(late)
-        over = self._stored.over(self._agent.busy) if self._stored is not None else []
         ended = self._agent.poll()
-        if self._stored is not None:
-            self._stored.publish(over, [request for request, _ in ended.failed_saves])
         if ended.failed_saves:
             self._counters.add("shed_saves", len(ended.shed))
             self._counters.add("failed_saves", len(ended.failed_saves) - len(ended.shed))

@@ -1,0 +1,267 @@
+"""Tells routers what an engine can hit: a thread that describes chunks to the server, and reads what becomes of them.
+
+The engine's own thread puts what it stores and hits into a list, and that is all. Every heartbeat the announcer sends
+that on, reads the server's changes piece by piece, and hands on the blocks that came and went. So every engine that
+shares a pool tells the same of it, whichever of them has stored it.
+
+What is told follows the pool by a heartbeat. Where the server is lost nothing can be hit, and that is told; what a
+router has missed, because it was away or because its copy was cleared, it is told again.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+import structlog
+
+from layerflow.agent.control import Control
+from layerflow.connectors.common.block_ledger import BlockEvent, BlockLedger
+from layerflow.errors import LayerflowError
+from layerflow.system.threads import OwnedThread
+from layerflow.wire.messages import ChunkChange, ChunkDescription
+
+HEARTBEAT_S = 0.5
+"""How far what is told may lag behind the pool."""
+
+SHARE = 0.25
+"""Of one core, at most, while there is much to tell: the rest is the engine's interpreter."""
+
+MOST_WAITING = 4096
+"""Requests whose chunks wait to be described; of more the oldest are dropped, and told once they are hit."""
+
+MOST_SENT = 256
+"""Descriptions of one message."""
+
+MOST_REMEMBERED = 65_536
+"""Chunks that are not described twice."""
+
+PIECE_EVENTS = 64
+"""Events that are handed on together."""
+
+RESTART_S = 1.0
+JOIN_S = 5.0
+ANSWER_S = 2.0
+"""A server that has not answered for so long has nothing."""
+
+log = structlog.get_logger("layerflow.events")
+
+Describe = Callable[[], Iterable[ChunkDescription]]
+"""Makes the descriptions of one request's chunks, the last one first."""
+
+
+class Router(Protocol):
+    """Where events go, and what is known of who hears them. Called on the announcer's thread."""
+
+    def publish(self, events: Sequence[BlockEvent]) -> None:
+        """Send events; may wait."""
+
+    def missed(self) -> bool:
+        """Since the last call: has somebody connected, or forgotten everything?"""
+
+
+class Announcer:
+    """Of one engine and model; its thread runs from :meth:`start` on.
+
+    :param connect: makes a client of the server, attached with the model's spec.
+    :param ledger: of the engine's blocks.
+    :param router: takes the events.
+
+    :ivar dropped: requests that were not described, because too many waited.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Control],
+        ledger: BlockLedger,
+        router: Router,
+        *,
+        heartbeat_s: float = HEARTBEAT_S,
+    ) -> None:
+        self._connect = connect
+        self._ledger = ledger
+        self._router = router
+        self._heartbeat_s = heartbeat_s
+        self._control: Control | None = None
+        self._next: tuple[Callable[[], Control], BlockLedger] | None = None
+        self._waiting: deque[tuple[Describe, bool]] = deque()
+        self._described: OrderedDict[bytes, None] = OrderedDict()
+        self._lost_chunks: list[ChunkDescription] = []
+        self._stale: set[bytes] = set()
+        self._again: Iterator[list[BlockEvent]] | None = None
+        self._epoch = self._after = self._begun = 0
+        self._closing = threading.Event()
+        self._thread = OwnedThread("layerflow-events", self._run, restart_s=RESTART_S)
+        self.dropped = 0
+
+    def start(self) -> Announcer:
+        """Begin."""
+        self._thread.start()
+        return self
+
+    def stored(self, describe: Describe) -> None:
+        """A request stores chunks. Any thread; nothing is described here."""
+        self._put(describe, False)
+
+    def found(self, describe: Describe) -> None:
+        """A request has hit chunks: those that are not told are described, whoever has stored them."""
+        self._put(describe, True)
+
+    def replace(self, connect: Callable[[], Control], ledger: BlockLedger) -> None:
+        """The engine's keys are others from here on: what was told can be hit no more. Any thread; returns at once."""
+        self._waiting.clear()
+        self._next = connect, ledger
+
+    def close(self) -> None:
+        """End."""
+        self._closing.set()
+        self._thread.join(JOIN_S)
+        self._hang_up()
+
+    def turn(self) -> None:
+        """One heartbeat."""
+        if self._next is not None:
+            self._forget_all()
+            (self._connect, self._ledger), self._next = self._next, None
+        if self._router.missed():
+            log.info("router_told_again", chunks=len(self._ledger))
+            self._again = self._ledger.again()
+        # Before what is new, which may follow what such a router has still to hear of.
+        if self._again is not None and self._publish(self._again, time.monotonic() + self._heartbeat_s):
+            self._again = None
+        if self._control is None:
+            self._control = self._connect()
+        try:
+            self._describe(self._control)
+            self._read(self._control)
+        except LayerflowError as error:
+            self._server_lost(error)
+
+    def _put(self, describe: Describe, hit: bool) -> None:
+        if len(self._waiting) >= MOST_WAITING:
+            self._waiting.popleft()
+            self.dropped += 1
+        self._waiting.append((describe, hit))
+
+    def _run(self) -> None:
+        dropped = 0
+        while not self._closing.wait(self._heartbeat_s):
+            self.turn()
+            if self.dropped > dropped:
+                log.warning("chunks_not_described", requests=self.dropped - dropped, effect="told once they are hit")
+                dropped = self.dropped
+
+    # To the server ---------------------------------------------------------------------------------
+
+    def _describe(self, control: Control) -> None:
+        """Describe what waits now, the oldest request first."""
+        lost, self._lost_chunks = self._lost_chunks, []
+        for at in range(0, len(lost), MOST_SENT):
+            self._lost_chunks = lost[at:]  # again, if this fails
+            self._send(control, lost[at : at + MOST_SENT])
+        self._lost_chunks = []
+        for _ in range(len(self._waiting)):
+            try:
+                describe, hit = self._waiting.popleft()
+            except IndexError:  # emptied meanwhile: the keys are others
+                return
+            began = time.monotonic()
+            self._send(control, [chunk for chunk in describe() if self._is_news(chunk.digest, hit)])
+            if self._rest(time.monotonic() - began):
+                return
+
+    def _is_news(self, digest: bytes, hit: bool) -> bool:
+        if digest in self._ledger or (not hit and digest in self._described):
+            return False
+        self._described[digest] = None
+        if len(self._described) > MOST_REMEMBERED:
+            self._described.popitem(last=False)
+        return True
+
+    def _send(self, control: Control, chunks: Sequence[ChunkDescription]) -> None:
+        for at in range(0, len(chunks), MOST_SENT):
+            control.describe_chunks(chunks[at : at + MOST_SENT], ANSWER_S)
+
+    # From the server -------------------------------------------------------------------------------
+
+    def _read(self, control: Control) -> None:
+        """Read until there is nothing more."""
+        while True:
+            began = time.monotonic()
+            read = control.read_chunks(self._epoch, self._after, self._begun, ANSWER_S)
+            if read.epoch != self._epoch or not self._after or not read.upto:
+                self._start_over(read.epoch)
+            self._after, self._begun = read.upto, read.begun
+            pieces = [self._told(change) for change in read.chunks]
+            if not read.more:
+                pieces += [self._ledger.gone(digest) for digest in self._stale]
+                self._stale = set()
+            self._hand_on([event for piece in pieces for event in piece])
+            if self._rest(time.monotonic() - began) or not read.more:
+                return
+
+    def _told(self, change: ChunkChange) -> list[BlockEvent]:
+        self._stale.discard(change.digest)
+        if not any(change.states):
+            self._described.pop(change.digest, None)  # whoever stores it again describes it again
+        return self._ledger.apply(change)
+
+    def _start_over(self, epoch: int) -> None:
+        """Another server answers, or one that has forgotten what was not read: all is told anew."""
+        if epoch != self._epoch:
+            self._described.clear()
+        self._epoch = epoch
+        self._stale = self._ledger.known()
+
+    def _server_lost(self, error: LayerflowError) -> None:
+        """Nothing can be hit. What is known is described to the server that comes: it may still have it on disk."""
+        if self._epoch:
+            log.warning("events_interrupted", reason=str(error), chunks=len(self._ledger), effect="told as gone")
+        known = [ChunkDescription(each.digest, each.parent, each.tokens, each.extra) for each in self._ledger.chunks()]
+        lost = known[::-1] or self._lost_chunks
+        self._forget_all()
+        self._lost_chunks = lost
+
+    def _forget_all(self) -> None:
+        """Nothing can be hit any more."""
+        self._epoch = self._after = self._begun = 0
+        self._described.clear()
+        self._lost_chunks = []
+        self._stale = set()
+        self._again = None
+        self._publish(self._ledger.clear())
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+
+    # To routers ------------------------------------------------------------------------------------
+
+    def _publish(self, pieces: Iterator[list[BlockEvent]], until: float = math.inf) -> bool:
+        """Publish these; False where `until` (monotonic seconds) has come before their end."""
+        events: list[BlockEvent] = []
+        began = time.monotonic()
+        for piece in pieces:
+            events += piece
+            if len(events) >= PIECE_EVENTS:
+                self._hand_on(events)
+                events = []
+                self._rest(time.monotonic() - began)
+                if (began := time.monotonic()) >= until:
+                    return False
+        self._hand_on(events)
+        return True
+
+    def _hand_on(self, events: Sequence[BlockEvent]) -> None:
+        for at in range(0, len(events), PIECE_EVENTS):
+            self._router.publish(events[at : at + PIECE_EVENTS])
+
+    def _rest(self, worked_s: float) -> bool:
+        """Leave the interpreter to the engine for a while; True = the announcer is closing."""
+        return self._closing.wait(worked_s * (1 / SHARE - 1))

@@ -1,0 +1,274 @@
+"""A router's belief against real hits: two engines share a pool, and everything else may restart."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import pytest
+from connectors.routers import DynamoRouter, LlmdIndexer
+
+from layerflow.agent.control import Control
+from layerflow.connectors.common.announcer import Announcer
+from layerflow.connectors.common.block_ledger import BlockEvent, BlockGroup, BlockLedger
+from layerflow.errors import ServerLost
+from layerflow.keys import Chain, object_key, root_digest
+from layerflow.server.chunk_journal import ABSENT, ARENA, TIER, ChunkJournal, Described
+from layerflow.spec import GroupSpec, ModelSpec, Plane
+from layerflow.wire.messages import ChunkChange, ChunkChanges, ChunkDescription
+
+BLOCK, CHUNK = 4, 16
+SIZE = BLOCK * 4
+SPEC = ModelSpec("m", "c", (GroupSpec("full", BLOCK, (0,), (Plane("kv", "uint8", (1,)),)),), chunk_tokens=CHUNK)
+ROOT = root_digest(SPEC.fingerprint)
+
+
+class PoolServer:
+    """A server's arena, disk and journal."""
+
+    def __init__(self, disk: set[bytes], room: int) -> None:
+        self.epoch = random.getrandbits(62) + 1
+        self.arena: set[bytes] = set()
+        self.disk = disk
+        self.up = True
+        self.journal = ChunkJournal(self._where, lambda: room)
+
+    def _where(self, keys: Sequence[bytes]) -> int:
+        if self.arena.issuperset(keys):
+            return ARENA
+        return TIER if (self.arena | self.disk).issuperset(keys) else ABSENT
+
+    def change(self, place: set[bytes], digest: bytes, there: bool) -> None:
+        key = object_key(digest, 0, SPEC.shard)
+        (place.add if there else place.discard)(key)
+        self.journal.object_changed(key)
+
+    def hit(self, chain: Chain) -> int:
+        """Tokens of a prompt's leading chunks that are there."""
+        tokens = 0
+        for digest in chain.digests:
+            if not self._where([object_key(digest, 0, SPEC.shard)]):
+                return tokens
+            tokens += CHUNK
+        rest = len(chain) - tokens
+        if rest and self._where([object_key(chain.tail, 0, SPEC.shard)]):
+            tokens += rest
+        return tokens
+
+
+class DirectControl:
+    """A client of the server that stands in the world now."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def _server(self) -> PoolServer:
+        if not self._world.server.up:
+            raise ServerLost("killed")
+        return self._world.server
+
+    def describe_chunks(self, chunks: Sequence[ChunkDescription], timeout_s: float) -> None:
+        for chunk in chunks:
+            self._server().journal.describe(SPEC, Described(chunk.digest, chunk.parent, chunk.tokens, chunk.extra))
+
+    def read_chunks(self, epoch: int, after: int, begun: int, timeout_s: float) -> ChunkChanges:
+        server = self._server()
+        place = (after, begun) if epoch == server.epoch else (0, 0)
+        work = server.journal.read(SPEC.fingerprint, *place, 5)
+        while True:
+            try:
+                next(work)
+            except StopIteration as end:
+                read = end.value
+                break
+        changes = [
+            ChunkChange(each.digest, each.states, *(each.chunk[1:] if each.chunk else ())) for each in read.changes
+        ]
+        return ChunkChanges(0, server.epoch, read.upto, read.begun, read.more, changes)
+
+    def close(self) -> None:
+        pass
+
+
+class Channel:
+    """An engine's publisher: whoever listens gets everything, from when it has connected on."""
+
+    def __init__(self, world: World, pod: str) -> None:
+        self._world, self._pod = world, pod
+        self.news = False
+
+    def publish(self, events: Sequence[BlockEvent]) -> None:
+        for indexer in (*self._world.indexers, *self._world.dynamo):
+            indexer.take(self._pod, events)
+
+    def missed(self) -> bool:
+        missed, self.news = self.news, False
+        return missed
+
+
+def hashes_of(engine: str) -> Any:
+    def hash_units(before: bytes | None, chunk: ChunkChange) -> list[bytes]:
+        hashes = []
+        for at in range(0, len(chunk.tokens) - SIZE + 1, SIZE):
+            start = (before or b"none") + engine.encode()
+            before = hashlib.sha256(start + chunk.tokens[at : at + SIZE]).digest()
+            hashes.append(before)
+        return hashes
+
+    return hash_units
+
+
+class World:
+    def __init__(self, seed: int, room: int = 1 << 40) -> None:
+        self.rng = random.Random(seed)
+        self.room = room
+        self.server = PoolServer(set(), room)
+        self.indexers, self.dynamo = [LlmdIndexer()], [DynamoRouter(SIZE)]
+        self.pods = ["one", "two"]
+        self.channels = {pod: Channel(self, pod) for pod in self.pods}
+        self.engines = {pod: self._engine(pod) for pod in self.pods}
+        # Prompts that go on with each other's beginnings, and leave them inside of chunks.
+        self.prompts: list[list[int]] = []
+        for _ in range(24):
+            shared = self.rng.choice(self.prompts)[: self.rng.randrange(60)] if self.prompts else []
+            self.prompts.append([*shared, *(self.rng.randrange(1 << 20) for _ in range(self.rng.randrange(4, 60)))])
+
+    def _engine(self, pod: str) -> Announcer:
+        self.ledgers = getattr(self, "ledgers", {})
+        self.ledgers[pod] = ledger = BlockLedger([BlockGroup(0, BLOCK, (0,), True)], BLOCK, hashes_of(pod))
+        made = Announcer(lambda: cast(Control, DirectControl(self)), ledger, self.channels[pod], heartbeat_s=60)
+        made._rest = lambda worked_s: False  # type: ignore[method-assign]
+        return made
+
+    def describe(self, chain: Chain, tokens: int) -> Iterator[ChunkDescription]:
+        ids = chain.tokens.astype("uint32").tobytes()
+        full, rest = divmod(tokens, CHUNK)
+        for number in reversed(range(full + (rest >= BLOCK))):
+            held = min(CHUNK, tokens - number * CHUNK)
+            raw = ids[number * CHUNK * 4 : (number * CHUNK + held) * 4]
+            yield ChunkDescription(chain.partial(number, held), chain.parent(number) if number else b"", raw)
+
+    def act(self) -> None:
+        rng, server = self.rng, self.server
+        chain = Chain(ROOT, rng.choice(self.prompts), CHUNK)
+        digests = [*chain.digests, *([chain.tail] if chain.tail else [])]
+        pod, act = rng.choice(self.pods), rng.random()
+        if act < 0.35 and server.up:  # an engine computes a prompt, and saves it once it has said so
+            self.engines[pod].stored(lambda: self.describe(chain, len(chain)))
+            self.engines[pod].turn()
+            for digest in digests[: rng.randrange(1, len(digests) + 1)]:
+                server.change(server.arena, digest, True)
+                if rng.random() < 0.3:
+                    server.change(server.disk, digest, True)
+        elif act < 0.6:
+            server.change(rng.choice((server.arena, server.disk)), rng.choice(digests), False)
+        elif act < 0.75 and server.up and (tokens := server.hit(chain)):
+            self.engines[pod].found(lambda: self.describe(chain, tokens))
+        elif act < 0.77:
+            at = rng.randrange(2)
+            (self.indexers, self.dynamo)[at][0] = (LlmdIndexer(), DynamoRouter(SIZE))[at]  # type: ignore[index]
+            for channel in self.channels.values():
+                channel.news = True
+        elif act < 0.79:
+            server.up = not server.up
+            if server.up:
+                self.server = PoolServer(server.disk, self.room)
+            else:
+                server.arena.clear()
+        else:
+            self.engines[pod].turn()
+
+    def heartbeat(self) -> None:
+        for engine in self.engines.values():
+            engine.turn()
+            engine.turn()  # a description that went with the first is told with the second
+
+    def check(self) -> tuple[int, int]:
+        """(blocks that are believed and cannot be hit, blocks that can be hit and are not known), over all prompts."""
+        believed = unknown = 0
+        for prompt in self.prompts:
+            chain = Chain(ROOT, prompt, CHUNK)
+            raw = chain.tokens.astype("uint32").tobytes()
+            real = self._real(raw) if self.server.up else 0
+            for pod in self.pods:
+                self.ledgers[pod].validate()
+                for found in (self.indexers[0].blocks(pod, raw, SIZE), self.dynamo[0].blocks(pod, raw)):
+                    believed += max(0, found - real)
+                    unknown += max(0, real - found)
+        return believed, unknown
+
+    def _real(self, raw: bytes) -> int:
+        """Leading blocks of a prompt that some stored chunks hold: of other prompts too, where these begin alike."""
+        held: set[bytes] = set()
+        for prompt in self.prompts:
+            chain = Chain(ROOT, prompt, CHUNK)
+            mine = chain.tokens.astype("uint32").tobytes()
+            for end in range(1, self.server.hit(chain) // BLOCK + 1):
+                held.add(mine[: end * SIZE])
+        count = 0
+        while (count + 1) * SIZE <= len(raw) and raw[: (count + 1) * SIZE] in held:
+            count += 1
+        return count
+
+    def all_described(self) -> None:
+        """Every prompt is hit once: what was on disk when all that knew it were gone is known from here on."""
+        for prompt in self.prompts:
+            chain = Chain(ROOT, prompt, CHUNK)
+            if self.server.up and (tokens := self.server.hit(chain)):
+                self.engines["one"].found(lambda chain=chain, tokens=tokens: self.describe(chain, tokens))  # type: ignore[misc]
+
+
+def run(seed: int, events: int) -> None:
+    world, checks = World(seed), 0
+    for number in range(events):
+        world.act()
+        if number % 20 == 19:
+            world.heartbeat()
+            believed, unknown = world.check()
+            assert not believed, f"event {number}: {believed} blocks are believed that cannot be hit"
+            if unknown:  # known by nobody but the disk
+                world.all_described()
+                world.heartbeat()
+                assert world.check() == (0, 0), f"event {number}"
+            checks += 1
+            assert not world.indexers[0].skipped, "llm-d skips what follows an unknown parent"
+            assert not world.dynamo[0].dropped
+    assert checks
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_belief_is_what_can_be_hit(seed: int) -> None:
+    run(seed, 300)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("seed", range(4))
+def test_ten_thousand_events(seed: int) -> None:
+    run(1000 + seed, 2500)
+
+
+def test_both_pods_are_credited_and_nothing_is_skipped_after_a_restart_of_the_indexer() -> None:
+    world = World(1)
+    chain = Chain(ROOT, list(range(3 * CHUNK)), CHUNK)
+    raw = chain.tokens.astype("uint32").tobytes()
+    world.engines["one"].stored(lambda: world.describe(chain, len(chain)))
+    world.heartbeat()
+    for digest in chain.digests[:2]:
+        world.server.change(world.server.arena, digest, True)
+    world.heartbeat()
+    assert [world.indexers[0].blocks(pod, raw, SIZE) for pod in world.pods] == [8, 8]
+    world.indexers[0] = LlmdIndexer()
+    for channel in world.channels.values():
+        channel.news = True
+    world.heartbeat()
+    world.server.change(world.server.arena, chain.digests[2], True)
+    world.heartbeat()
+    assert [world.indexers[0].blocks(pod, raw, SIZE) for pod in world.pods] == [12, 12]
+    assert world.indexers[0].skipped == 0
+    # A router that counts, and has been there all the time, has each block once.
+    world.server.change(world.server.arena, chain.digests[0], False)
+    world.heartbeat()
+    assert [world.dynamo[0].blocks(pod, raw) for pod in world.pods] == [0, 0]
+    assert [world.indexers[0].blocks(pod, raw, SIZE) for pod in world.pods] == [0, 0]
