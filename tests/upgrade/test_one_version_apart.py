@@ -67,6 +67,10 @@ def test_what_only_the_newer_knows_is_not_asked_of_an_older_server(before: Versi
     with contextlib.closing(control):
         with pytest.raises(VersionMismatch, match="protocol 1, which has no TrySettings: upgrade the server first"):
             control.try_settings(b"", 1.0)
+        with pytest.raises(VersionMismatch, match="protocol 1, which has no ReadChunks: upgrade the server first"):
+            control.read_chunks()
+        with pytest.raises(VersionMismatch, match="protocol 1, which has no DescribeChunks: upgrade the server first"):
+            control.describe_chunks([])
         assert control.status(20.0)["healthy"]
 
 

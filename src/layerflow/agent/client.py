@@ -33,7 +33,6 @@ from layerflow.system.numbers import ascending
 from layerflow.wire.messages import (
     Attach,
     Bye,
-    DescribeChunks,
     DropLease,
     EndHandoff,
     Found,
@@ -515,7 +514,7 @@ class ServerClient:
             self._asked[message.id] = pending
         self.tell(message)
 
-    def tell(self, message: Question | DropLease | EndHandoff | DescribeChunks) -> None:
+    def tell(self, message: Question | DropLease | EndHandoff) -> None:
         """Send a message; without a connection do nothing."""
         if self.connection is not None:
             try:

@@ -320,17 +320,23 @@ class Control:
     def describe_chunks(self, chunks: Sequence[ChunkDescription], timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Say what chunks of this model hold, for engines that tell routers. It is not known whether it was heard.
 
-        :raises LayerflowError: the server did not answer.
+        :raises VersionMismatch: the server is of a version that has no descriptions.
+        :raises LayerflowError: the server is away, or does not read.
         """
         with self._lock:
-            self._dialled(timeout_s)
-            self._client.tell(DescribeChunks(list(chunks)))
+            try:
+                connection = self._connected(time.monotonic() + timeout_s)
+                connection.conversation.send(DescribeChunks(list(chunks)))
+            except LayerflowError as error:
+                self._client.lost(error)
+                raise
 
     def read_chunks(
         self, epoch: int = 0, after: int = 0, begun: int = 0, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> ChunkChanges:
         """What has changed of the model's described chunks; parameters of the answer before, 0 = there was none.
 
+        :raises VersionMismatch: the server is of a version that keeps no descriptions.
         :raises LayerflowError: the server did not answer.
         """
         with self._lock:
@@ -339,11 +345,6 @@ class Control:
         if inquiry.error is not None:
             raise inquiry.error
         return cast(ChunkChanges, inquiry.answer)
-
-    def hung_up(self) -> bool:
-        """Is there no connection, or has the server ended it?"""
-        with self._lock:
-            return self._client.reachable(at_once=True) is None
 
     def close(self) -> None:
         """Hang up; leases expire by themselves."""
@@ -373,13 +374,6 @@ class Control:
                     self._client.lost(self._no_answer())
             if not isinstance(pending.error, SessionUnknown):
                 return
-
-    def _dialled(self, timeout_s: float) -> None:
-        try:
-            self._connected(time.monotonic() + timeout_s)
-        except LayerflowError:
-            self._client.hang_up()
-            raise
 
     def _no_answer(self) -> LayerflowError:
         return DeadlineExceeded(f"the server at {self._client.endpoint} did not answer in time; is it running there?")

@@ -21,7 +21,7 @@ import structlog
 
 from layerflow.agent.control import Control
 from layerflow.connectors.common.block_ledger import BlockEvent, BlockLedger
-from layerflow.errors import LayerflowError
+from layerflow.errors import LayerflowError, VersionMismatch
 from layerflow.system.threads import OwnedThread
 from layerflow.wire.messages import ChunkChange, ChunkDescription
 
@@ -37,6 +37,9 @@ MOST_WAITING = 4096
 MOST_SENT = 256
 """Descriptions of one message."""
 
+MOST_UNREAD = 16
+"""Messages of descriptions, of some 270 KB, before the server is asked something: it keeps what waits to be handled."""
+
 MOST_REMEMBERED = 65_536
 """Chunks that are not described twice."""
 
@@ -44,6 +47,8 @@ PIECE_EVENTS = 64
 """Events that are handed on together."""
 
 RESTART_S = 1.0
+UPGRADE_S = 10.0
+"""How often a server of an older protocol is asked again."""
 JOIN_S = 5.0
 ANSWER_S = 2.0
 """A server that has not answered for so long has nothing."""
@@ -94,6 +99,8 @@ class Announcer:
         self._stale: set[bytes] = set()
         self._again: Iterator[list[BlockEvent]] | None = None
         self._epoch = self._after = self._begun = 0
+        self._retry_at = 0.0
+        self._is_silent = False  #: the server is of a version that cannot tell
         self._closing = threading.Event()
         self._thread = OwnedThread("layerflow-events", self._run, restart_s=RESTART_S)
         self.dropped = 0
@@ -133,11 +140,17 @@ class Announcer:
         # Before what is new, which may follow what such a router has still to hear of.
         if self._again is not None and self._publish(self._again, time.monotonic() + self._heartbeat_s):
             self._again = None
+        if time.monotonic() < self._retry_at:
+            self._waiting.clear()
+            return
         if self._control is None:
             self._control = self._connect()
         try:
-            self._describe(self._control)
-            self._read(self._control)
+            self._read(self._control)  # first: descriptions are left out that this very server has
+            if self._describe(self._control):
+                self._read(self._control)
+        except VersionMismatch as error:
+            self._server_is_older(error)
         except LayerflowError as error:
             self._server_lost(error)
 
@@ -157,22 +170,25 @@ class Announcer:
 
     # To the server ---------------------------------------------------------------------------------
 
-    def _describe(self, control: Control) -> None:
-        """Describe what waits now, the oldest request first."""
-        lost, self._lost_chunks = self._lost_chunks, []
-        for at in range(0, len(lost), MOST_SENT):
-            self._lost_chunks = lost[at:]  # again, if this fails
-            self._send(control, lost[at : at + MOST_SENT])
-        self._lost_chunks = []
-        for _ in range(len(self._waiting)):
+    def _describe(self, control: Control) -> bool:
+        """Describe what waits now, the oldest request first. Whether there was anything."""
+        sent, waiting = 0, len(self._waiting)
+        while self._lost_chunks and not self._closing.is_set():
+            self._send(control, self._lost_chunks[:MOST_SENT])
+            del self._lost_chunks[:MOST_SENT]
+            sent += 1
+            if sent % MOST_UNREAD == 0:
+                self._read(control)
+        for _ in range(waiting):
             try:
                 describe, hit = self._waiting.popleft()
             except IndexError:  # emptied meanwhile: the keys are others
-                return
+                break
             began = time.monotonic()
             self._send(control, [chunk for chunk in describe() if self._is_news(chunk.digest, hit)])
             if self._rest(time.monotonic() - began):
-                return
+                break
+        return bool(sent or waiting)
 
     def _is_news(self, digest: bytes, hit: bool) -> bool:
         if digest in self._ledger or (not hit and digest in self._described):
@@ -195,7 +211,7 @@ class Announcer:
             read = control.read_chunks(self._epoch, self._after, self._begun, ANSWER_S)
             if read.epoch != self._epoch or not self._after or not read.upto:
                 self._start_over(read.epoch)
-            self._after, self._begun = read.upto, read.begun
+            self._after, self._begun, self._is_silent = read.upto, read.begun, False
             pieces = [self._told(change) for change in read.chunks]
             if not read.more:
                 pieces += [self._ledger.gone(digest) for digest in self._stale]
@@ -214,6 +230,7 @@ class Announcer:
         """Another server answers, or one that has forgotten what was not read: all is told anew."""
         if epoch != self._epoch:
             self._described.clear()
+            self._keep_descriptions()
         self._epoch = epoch
         self._stale = self._ledger.known()
 
@@ -221,10 +238,26 @@ class Announcer:
         """Nothing can be hit. What is known is described to the server that comes: it may still have it on disk."""
         if self._epoch:
             log.warning("events_interrupted", reason=str(error), chunks=len(self._ledger), effect="told as gone")
-        known = [ChunkDescription(each.digest, each.parent, each.tokens, each.extra) for each in self._ledger.chunks()]
-        lost = known[::-1] or self._lost_chunks
+        self._keep_descriptions()
+        lost = self._lost_chunks
         self._forget_all()
         self._lost_chunks = lost
+
+    def _keep_descriptions(self) -> None:
+        """For a server that has none of them, beside those that it was still to be told."""
+        lost = {each.digest: each for each in self._lost_chunks}
+        for each in reversed(self._ledger.chunks()):
+            lost.setdefault(each.digest, ChunkDescription(each.digest, each.parent, each.tokens, each.extra))
+        self._lost_chunks = list(lost.values())
+
+    def _server_is_older(self, error: VersionMismatch) -> None:
+        """Tell nothing until it is upgraded. What is stored meanwhile is told once it is hit."""
+        if not self._is_silent:
+            log.warning("routers_not_told", reason=str(error), effect="until the server is upgraded")
+        self._is_silent = True
+        self._retry_at = time.monotonic() + UPGRADE_S
+        self._waiting.clear()
+        self._forget_all()
 
     def _forget_all(self) -> None:
         """Nothing can be hit any more."""

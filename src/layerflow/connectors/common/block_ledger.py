@@ -147,8 +147,8 @@ class BlockLedger:
                 yield [RemovedBlocks(group, state, hashes)]
 
     def chunks(self) -> list[ChunkChange]:
-        """Every chunk that is told, a parent before its children."""
-        return [told.chunk for told in self._told.values()]
+        """Every chunk that is there, of those that are told a parent before its children."""
+        return [*(told.chunk for told in self._told.values()), *self._held.values()]
 
     def again(self) -> Iterator[list[BlockEvent]]:
         """All that is told, for a router that has heard nothing of it; chunk by chunk, a parent before its children.
