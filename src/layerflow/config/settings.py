@@ -195,7 +195,7 @@ class ServerSettings(Section):
     )
     max_described_bytes: Size = setting(
         256 << 20,
-        "Memory for what engines say of their chunks, so that all of them can tell routers: some 1.8 KB a chunk of 256 tokens.",
+        "Memory for what engines say of their chunks, so that all of them can tell routers: 1.8 KB for 256 tokens.",
         unit="bytes",
         ge=0,
         le=1 << 40,
