@@ -191,6 +191,7 @@ def test_every_transfer_key_is_live_and_the_reference_is_complete():
     rows = {row.key: row for row in reference()}
     live = {key for key, row in rows.items() if row.live}
     others = {"log.level", "log.slow_step_ms", "server.max_client_bytes", "server.max_clients_bytes"}
+    others.add("server.max_described_bytes")
     assert live == {key for key in rows if key.startswith(("transfer.", "pd.", "record."))} | others
     assert all(row.description.endswith(".") and row.default for row in rows.values())
     assert "of this machine's memory" in rows["pool.size"].default and rows["pool.size"].type == "size"
