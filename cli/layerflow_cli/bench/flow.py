@@ -48,14 +48,14 @@ def measure(
     requests: Sequence[int] = (8, 64, 512),
     layers: int = 61,
     sessions: Sequence[int] = SESSIONS,
-    events: int = SHARED_EVENTS,
+    shared_events: int = SHARED_EVENTS,
 ) -> dict[str, Any]:
     """Drive loading and saving steps, answering every batch with its completion.
 
     :param requests: batch sizes to compare; each request loads and saves one part.
     :param layers: layers of the model, all in one group.
     :param sessions: numbers of sessions to compare, under the default caps; each has one step open at a time.
-    :param events: of the steps of all sessions.
+    :param shared_events: of the steps of all sessions.
     :returns: ``events_per_s`` (of the largest batch, median step), ``us_per_event`` and
         ``commands_per_layer`` by number of requests; ``by_sessions``: by number of sessions ``us_per_event``,
         ``tries_per_event``, ``worst_event_ms`` and ``events``; ``sessions_ratio``: ``us_per_event`` of the most ÷ the
@@ -73,7 +73,7 @@ def measure(
             samples.append(seconds / events * 1e6)
         us_per_event[str(count)] = statistics.median(samples)
         commands_per_layer[str(count)] = commands / layers
-    by_sessions = {str(count): _share(count, events) for count in sessions}
+    by_sessions = {str(count): _share(count, shared_events) for count in sessions}
     costs = [by_sessions[str(count)]["us_per_event"] for count in sorted(sessions)]
     return {
         "events_per_s": 1e6 / us_per_event[str(max(requests))],
