@@ -66,7 +66,7 @@ def connector_class() -> Any:
         "vllm", "vllm.config", "vllm.distributed", "vllm.distributed.kv_events", "vllm.distributed.kv_transfer",
         PACKAGE, f"{PACKAGE}.factory", f"{PACKAGE}.v1", f"{PACKAGE}.v1.base", f"{PACKAGE}.v1.metrics",
         "vllm.v1", "vllm.v1.core", "vllm.v1.core.kv_cache_utils", "vllm.v1.kv_cache_interface",
-        "vllm.forward_context",
+        "vllm.forward_context", "vllm.utils", "vllm.utils.hashing",
     ]  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         made = {name: StandIn(name) for name in names}
