@@ -121,17 +121,12 @@ def _pairs(own: ReplayFigures, other: ReplayFigures) -> Iterator[tuple[str, floa
 
 def _figures(figures: ReplayFigures) -> dict[str, Any]:
     """By names that carry their units."""
-
-    def times(name: str) -> dict[str, float]:
-        told = getattr(figures, name)
-        return {"p50_ms": told.p50 * 1e3, "p99_ms": told.p99 * 1e3, "mean_ms": told.mean * 1e3}
-
     return {
         "prompt_tokens": figures.tokens,
         "hit_tokens": figures.hits,
         "hit_share": figures.hit_rate,
-        "exposed_per_step": times("exposed"),
-        "prefill": times("prefill"),
+        "exposed_per_step": figures.exposed.in_ms(),
+        "prefill": figures.prefill.in_ms(),
         "loading_steps": len(figures.exposed_s),
         "evictions": figures.evictions,
         "shed_saves": figures.sheds,

@@ -208,11 +208,6 @@ def _run(machine: Machine, settings: Settings, trace: RequestTrace, seed: int, j
 def _result(figures: Figures, trace: RequestTrace) -> dict[str, Any]:
     """Figures by names that carry their units."""
     tokens = figures.tokens or 1
-
-    def times(name: str) -> dict[str, float]:
-        told = getattr(figures, name)
-        return {"p50_ms": told.p50 * 1e3, "p99_ms": told.p99 * 1e3, "mean_ms": told.mean * 1e3}
-
     return {
         "requests": figures.requests,
         "prompt_tokens": figures.tokens,
@@ -227,7 +222,7 @@ def _result(figures: Figures, trace: RequestTrace) -> dict[str, Any]:
         "saves_without_room": figures.full,
         "failed_loads": figures.failed_loads,
         "core_events": figures.events,
-        "times": {"first_token": times("ttft_s"), "exposed_per_loading_request": times("exposed_s")},
+        "times": {"first_token": figures.ttft_s.in_ms(), "exposed_per_loading_request": figures.exposed_s.in_ms()},
     }
 
 

@@ -340,13 +340,13 @@ class Server:
 
     def _where(self, keys: Sequence[bytes]) -> int:
         """Where all of these objects are, as the journal counts it."""
-        if all(self.pool.lookup(keys)):
+        tier, resident = self.tier, self.pool.lookup(keys)
+        if all(resident):
             return ARENA
-        tier = self.tier
         if tier is None:
             return ABSENT
-        there = zip(keys, self.pool.lookup(keys), strict=True)
-        return TIER if all(resident or tier.lists(key) for key, resident in there) else ABSENT
+        there = zip(keys, resident, strict=True)
+        return TIER if all(here or tier.lists(key) for key, here in there) else ABSENT
 
     def _look_again(self) -> None:
         """The tier came or went: look at each described chunk, in turns."""

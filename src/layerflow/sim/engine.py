@@ -19,7 +19,7 @@ from layerflow.pool.base import NewObject
 from layerflow.sim.clock import VirtualClock
 from layerflow.sim.forward import ForwardPass
 from layerflow.sim.machine import Machine
-from layerflow.sim.server import ROOT, SimulatedServer, WantedLoad
+from layerflow.sim.server import ROOT, Failed, SimulatedServer, WantedLoad, blocks_of
 from layerflow.sim.trace import TracedRequest
 from layerflow.sim.worker import SimulatedLoads, SimulatedWorker
 
@@ -381,6 +381,7 @@ class SimulatedEngine:
         """Tell the server of what the step loads and saves, if anything."""
         forward = step.forward
         saving = [(running, tokens) for running, tokens in step.work if running.prefills]
+        failed = _marking(step.loading)
         for worker in self.workers:
             saves = [
                 (running.name, group, objects)
@@ -389,7 +390,7 @@ class SimulatedEngine:
                 if objects
             ]
             loads = [load for running in step.loading for load in self._wanted(running, worker)]
-            there = self._open_at(worker, forward.number, step.loading, loads, saves) if loads or saves else None
+            there = self._server.open_step(worker, forward.number, loads=loads, saves=saves, failed=failed)
             if there is not None:
                 forward.opened.append(worker)
             if there:
@@ -401,31 +402,6 @@ class SimulatedEngine:
         for running in step.loading:
             self._server.release(self._lease(running))
 
-    def _open_at(
-        self,
-        worker: SimulatedWorker,
-        step: int,
-        loading: Sequence[RunningRequest],
-        loads: Sequence[WantedLoad],
-        saves: Sequence[tuple[str, int, list[NewObject]]],
-    ) -> list[WantedLoad] | None:
-        """Open a step of one worker: see :meth:`.SimulatedServer.open_step`."""
-        now, transfer = self._clock.now, self._transfer
-        names = {running.name: running for running in loading}
-
-        def failed(request: str) -> None:
-            names[request].load_failed = True
-
-        return self._server.open_step(
-            worker,
-            step,
-            loads=loads,
-            saves=saves,
-            deadline=now + transfer.step_timeout_ms / 1e3,
-            save_deadline=now + transfer.save_timeout_ms / 1e3,
-            failed=failed,
-        )
-
     def _load(
         self,
         worker: SimulatedWorker,
@@ -435,11 +411,10 @@ class SimulatedEngine:
         layer_ready: Callable[[], None],
     ) -> SimulatedLoads:
         """Let a worker begin to move what a step loads."""
-        blocks: Counter[int] = Counter()
-        for load in loads:
-            blocks[load.group] += load.blocks
-        deadline = self._clock.now + self._transfer.step_timeout_ms / 1e3
-        return worker.load(step, blocks, deadline, over=lambda moved: over(worker, moved), layer_ready=layer_ready)
+        deadline = self._server.load_deadline
+        return worker.load(
+            step, blocks_of(loads), deadline, over=lambda moved: over(worker, moved), layer_ready=layer_ready
+        )
 
     def _end(self, step: EngineStep) -> None:
         now = self._clock.now
@@ -491,7 +466,8 @@ class SimulatedEngine:
                 self._loaded(running)
 
         for worker in self.workers:
-            there = self._open_at(worker, number, [running], self._wanted(running, worker), ())
+            loads, failed = self._wanted(running, worker), _marking([running])
+            there = self._server.open_step(worker, number, loads=loads, saves=(), failed=failed)
             if there:
                 pending += 1
                 self._load(worker, number, there, over, _nothing)
@@ -511,3 +487,13 @@ class SimulatedEngine:
 
 def _nothing() -> None:
     """Nobody waits for a layer of a load before its step."""
+
+
+def _marking(loading: Sequence[RunningRequest]) -> Failed:
+    """Note on each of these requests whose load has failed that it has."""
+    names = {running.name: running for running in loading}
+
+    def failed(request: str) -> None:
+        names[request].load_failed = True
+
+    return failed

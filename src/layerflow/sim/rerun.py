@@ -6,7 +6,7 @@ import bisect
 import dataclasses
 import math
 import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -28,7 +28,7 @@ from layerflow.sim.clock import VirtualClock
 from layerflow.sim.fit import MovedBatch, fit_compute, fit_link, lateness, slowdowns
 from layerflow.sim.forward import ForwardPass
 from layerflow.sim.recorded import RecordedEngine, RecordedPass, RecordedPrompt, RecordedRun, digests, last_pass
-from layerflow.sim.server import ROOT, SimulatedServer, WantedLoad
+from layerflow.sim.server import ROOT, Failed, SimulatedServer, WantedLoad, blocks_of
 from layerflow.sim.simulation import Distribution
 from layerflow.sim.trace import numbered_digest
 from layerflow.sim.worker import LinkTimes, LoadNoise, SimulatedLink, SimulatedLoads, SimulatedWorker
@@ -267,7 +267,7 @@ class Rerun:
             self.clock,
             limits_of(settings, arena_bytes),
             self.pool,
-            lease_s=settings.pool.lease_ms / 1e3,
+            settings,
             validate=validate,
         )
         pool, was = settings.pool, run.settings.pool
@@ -674,7 +674,8 @@ class _ReplayedEngine:
                     self._go_on()
 
         for rank, worker in self._workers.items():
-            there = self._open_at(worker, number, [prompt], self._wanted(prompt, rank), ())
+            wanted, failed = self._wanted(prompt, rank), _marking([prompt])
+            there = self._server.open_step(worker, number, loads=wanted, saves=(), failed=failed)
             if there:
                 pending += 1
                 place = self._engine.passes.index(prompt.ahead) if prompt.ahead is not None else -1
@@ -704,10 +705,11 @@ class _ReplayedEngine:
             exposed=_ignored,
             computed=self._go_on,
         )
+        failed = _marking(loading)
         for rank, worker in self._workers.items():
             loads = [load for prompt in loading for load in self._wanted(prompt, rank)]
             saves = self._saves(each, rank, mine)
-            there = self._open_at(worker, forward.number, loading, loads, saves) if loads or saves else None
+            there = self._server.open_step(worker, forward.number, loads=loads, saves=saves, failed=failed)
             if there is not None:
                 forward.opened.append(worker)
             if there:
@@ -812,30 +814,6 @@ class _ReplayedEngine:
                 saves.append((_name(prompt), part.group, objects))
         return saves
 
-    def _open_at(
-        self,
-        worker: SimulatedWorker,
-        step: int,
-        loading: Sequence[ReplayedPrompt],
-        loads: Sequence[WantedLoad],
-        saves: Sequence[tuple[str, int, list[NewObject]]],
-    ) -> list[WantedLoad] | None:
-        names = {_name(prompt): prompt for prompt in loading}
-        now, transfer = self._clock.now, self._settings.transfer
-
-        def failed(request: str) -> None:
-            names[request].failed = True
-
-        return self._server.open_step(
-            worker,
-            step,
-            loads=loads,
-            saves=saves,
-            deadline=now + transfer.step_timeout_ms / 1e3,
-            save_deadline=now + transfer.save_timeout_ms / 1e3,
-            failed=failed,
-        )
-
     def _start(
         self,
         worker: SimulatedWorker,
@@ -851,14 +829,11 @@ class _ReplayedEngine:
 
         :param place: of the pass among the recorded ones; -1 = there was none.
         """
-        blocks: Counter[int] = Counter()
-        for load in loads:
-            blocks[load.group] += load.blocks
         noise = self._fitted.noise[self._engine.number, rank].get(place) if self._rerun.residuals else None
         return worker.load(
             number,
-            blocks,
-            self._clock.now + self._settings.transfer.step_timeout_ms / 1e3,
+            blocks_of(loads),
+            self._server.load_deadline,
             over=lambda over_now: over(worker, over_now),
             layer_ready=layer_ready,
             noise=noise,
@@ -888,6 +863,16 @@ def _lease(engine: _ReplayedEngine, prompt: ReplayedPrompt) -> tuple[str, int, i
 
 def _name(prompt: ReplayedPrompt) -> str:
     return str(prompt.recorded.number)
+
+
+def _marking(loading: Sequence[ReplayedPrompt]) -> Failed:
+    """Note on each of these prompts whose load has failed that it has."""
+    names = {_name(prompt): prompt for prompt in loading}
+
+    def failed(request: str) -> None:
+        names[request].failed = True
+
+    return failed
 
 
 def _nothing() -> None:

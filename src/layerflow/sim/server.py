@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
+from layerflow.config.settings import Settings
 from layerflow.flow import Flow
 from layerflow.flow.commands import Cancel, Command, Commit, LoadFailed, LoadsDone, Revoke, StepDone, Submit, WakeAt
 from layerflow.flow.events import (
@@ -54,6 +56,14 @@ class WantedLoad:
     blocks: int
 
 
+def blocks_of(loads: Iterable[WantedLoad]) -> Counter[int]:
+    """How many blocks of each group they are."""
+    blocks: Counter[int] = Counter()
+    for load in loads:
+        blocks[load.group] += load.blocks
+    return blocks
+
+
 @dataclass(slots=True)
 class OpenStep:
     """What is remembered of an open step.
@@ -70,15 +80,17 @@ class OpenStep:
 class SimulatedServer:
     """One server, for all engines of a machine.
 
+    :param settings: its leases and deadlines are kept.
     :param validate: check the core's invariants after every event.
     """
 
     def __init__(
-        self, clock: VirtualClock, limits: Limits, pool: MemoryPool, *, lease_s: float, validate: bool = False
+        self, clock: VirtualClock, limits: Limits, pool: MemoryPool, settings: Settings, *, validate: bool = False
     ) -> None:
         self.flow, self.pool = Flow(limits), pool
         self._clock = clock
-        self._lease_s = lease_s
+        self._lease_s = settings.pool.lease_ms / 1e3
+        self._transfer = settings.transfer
         self._validate = validate
         self._numbers = count(1)
         self._workers: dict[int, SimulatedWorker] = {}
@@ -122,6 +134,11 @@ class SimulatedServer:
 
     # Steps ---------------------------------------------------------------------------------------
 
+    @property
+    def load_deadline(self) -> float:
+        """Of the loads of a step that begins now."""
+        return self._clock.now + self._transfer.step_timeout_ms / 1e3
+
     def open_step(
         self,
         worker: SimulatedWorker,
@@ -129,8 +146,6 @@ class SimulatedServer:
         *,
         loads: Sequence[WantedLoad],
         saves: Sequence[tuple[str, int, list[NewObject]]],
-        deadline: float,
-        save_deadline: float,
         failed: Failed,
     ) -> list[WantedLoad] | None:
         """Open a step of one worker, whose loads it moves itself.
@@ -166,8 +181,11 @@ class SimulatedServer:
                 book.saves.append([new.key for new in mine])
         self._steps[worker.session, step] = book
         loaded = tuple(Part(load.request, load.group, load.blocks) for load in loads)
+        save_deadline = self._clock.now + self._transfer.save_timeout_ms / 1e3
         self.handle(
-            StepOpened(worker.session, step, deadline, save_deadline, loaded, tuple(parts), planned=bool(loaded))
+            StepOpened(
+                worker.session, step, self.load_deadline, save_deadline, loaded, tuple(parts), planned=bool(loaded)
+            )
         )
         return loads
 

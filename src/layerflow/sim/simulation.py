@@ -50,6 +50,10 @@ class Distribution:
             statistics.fmean(ordered),
         )
 
+    def in_ms(self) -> dict[str, float]:
+        """Of seconds: in milliseconds, by names that say so."""
+        return {"p50_ms": self.p50 * 1e3, "p99_ms": self.p99 * 1e3, "mean_ms": self.mean * 1e3}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
@@ -110,7 +114,7 @@ def simulate(
         policy=EVICTIONS[machine.eviction](),
     )
     limits = limits_of(settings, arena.nbytes)
-    server = SimulatedServer(clock, limits, pool, lease_s=settings.pool.lease_ms / 1e3, validate=validate)
+    server = SimulatedServer(clock, limits, pool, settings, validate=validate)
     ended: list[RunningRequest] = []
     engines = [_engine(machine, settings, clock, server, ended.append) for _ in range(machine.engines)]
     draws = random.Random(seed)  # noqa: S311 - no secret
