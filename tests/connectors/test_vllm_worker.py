@@ -189,3 +189,23 @@ def test_a_step_that_does_not_concern_it_opens_nothing(side: worker.WorkerSide, 
     assert plan.empty
     run(side, plan)
     assert side.stats() is None and side.report() is None and not agent.opened
+
+
+@pytest.mark.parametrize(("forward", "waits"), [(True, 0), (False, 1)], ids=["a decode step", "nothing to compute"])
+def test_only_a_pass_that_computes_nothing_waits_for_background_loads(
+    side: worker.WorkerSide, agent: FakeAgent, monkeypatch: pytest.MonkeyPatch, forward: bool, waits: int
+) -> None:
+    waited: list[float] = []
+
+    class Loading(NoStep):
+        """It is never over."""
+
+        def wait_loaded(self, timeout_s: float) -> bool:
+            waited.append(timeout_s)
+            return False
+
+    monkeypatch.setattr(agent, "open_descriptors", lambda *_, **__: Loading())
+    monkeypatch.setattr(side, "_has_loaded", lambda *_: False)
+    run(side, StepPlan(background={REQUEST: ["part"]}))  # type: ignore[list-item]
+    assert side.transfers(forward=forward) == (set(), set(), set())
+    assert waited == [worker.IDLE_WAIT_S] * waits

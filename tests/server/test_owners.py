@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import pytest
 import zmq
 from e2e.known import eventually, small_spec
@@ -16,6 +20,8 @@ from layerflow.server import EmbeddedServer
 from layerflow.server.peers import handoffs
 from layerflow.server.peers import peers as peers_module
 from layerflow.server.peers.attachment import PeerAttachment
+from layerflow.server.peers.source import ModelCompatibility
+from layerflow.spec import ModelSpec
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
 from layerflow.wire.packing import pack_u32, pack_u64
@@ -187,6 +193,25 @@ def test_a_question_ends_with_its_client_and_a_late_lease_is_given_back(
         owner.answer(lookup, lease)
     assert eventually(lambda: sorted(owner.released) == [5, 6])
     assert server.call(lambda: (len(questions._late), len(server.server.peers.source.offers))) == (0, 0)
+
+
+def test_comparisons_that_an_owner_does_not_answer_do_not_pile_up() -> None:
+    """Engines come and go with a model each time, and the owner beats, but says nothing of their models."""
+    here: list[ModelSpec] = []
+    said: list[wire.PeerCompare] = []
+    mute: Any = SimpleNamespace(target=SimpleNamespace(name="mute"), send=lambda message: said.append(message) or True)
+    compatibility = ModelCompatibility(lambda: here, itertools.count(1))
+    for number in range(100):
+        spec = msgspec.structs.replace(small_spec(2, content=f"epoch {number}"), name=f"model {number // 50}")
+        here[:] = [spec]
+        for _ in range(3):  # its ranks
+            compatibility.compare(mute, spec)
+        if number == 40:
+            compatibility.answered(mute, wire.PeerCompared(said[-1].id, "another dtype"))
+            assert compatibility.differences["mute"] == {"model 0": "another dtype"}
+    assert len(said) == 300
+    assert len(compatibility._asked) == 1
+    assert not compatibility.differences["mute"], "the model that differed is not here any more"
 
 
 def test_servers_that_requests_name_make_room_for_each_other(

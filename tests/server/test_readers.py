@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 import pytest
 from e2e.hostile import U32, Hostile
 from e2e.known import PATIENCE_S, eventually, small_spec
+from e2e.partitions import TOKENS, everyone, leave
 
+from layerflow.agent.values import Hit
 from layerflow.errors import PoolError
 from layerflow.keys import object_key
 from layerflow.server import EmbeddedServer
@@ -93,6 +95,31 @@ def test_what_the_share_has_no_room_for_takes_no_pin_of_what_is_lent(embed: Embe
     assert list(found.states) == [wire.STORED] * 2 + [wire.MISSING] * (len(keys) - 2)
     assert found.reason == "peers.lease_share is lent"
     assert pinned(server) == 2, "a lease is a pin"
+
+
+def test_what_lies_here_in_pieces_of_another_size_is_lent_and_pinned_as_these_alone(
+    embed: Embed, reader_of: Readers
+) -> None:
+    server = embed(peers__serve=True)
+    [whole] = everyone(server.endpoint, 1, (6,), context=server.context)
+    halves = everyone(server.endpoint, 2, (6,), context=server.context)
+    for half in halves:
+        half.run("w", half.agent.chain(range(TOKENS)), Hit(0), save=True)
+    chain = whole.agent.chain(range(TOKENS))
+    assert whole.agent.lookup("r", chain).tokens == TOKENS - 1, "they stand in for those of one rank"
+    whole.agent.drop_lease("r")
+    assert eventually(lambda: pinned(server) == 0)
+    reader = reader_of(server)
+    reader.look([object_key(digest, 0, whole.spec.shard) for digest in chain.digests])
+    found = reader.hear(wire.PeerFound)
+    assert not any(found.states) and not found.lease
+    assert pinned(server) == 0, "what is not lent is not kept"
+    reader.look([object_key(digest, 0, half.spec.shard) for half in halves for digest in chain.digests])
+    found = reader.hear(wire.PeerFound)
+    assert set(found.states) == {wire.STORED} and pinned(server) == 2 * len(chain.digests)
+    reader.say(wire.PeerRelease(found.lease))
+    assert eventually(lambda: pinned(server) == 0)
+    leave([whole, *halves])
 
 
 def test_a_lookup_that_raises_is_answered_and_keeps_nothing(

@@ -438,12 +438,16 @@ class ModelCompatibility:
             self.compare(peer, spec)
 
     def compare(self, peer: PeerAttachment, spec: ModelSpec) -> None:
-        """Ask a peer whether its model is this one."""
+        """Ask a peer whether its model is this one. What it was asked of models that are not here is forgotten."""
+        here = self._models()
+        others = {one.fingerprint for one in here} - {spec.fingerprint}
         self._asked = {
             number: asked
             for number, asked in self._asked.items()
-            if asked[0] is not peer or asked[1].fingerprint != spec.fingerprint
+            if asked[0] is not peer or asked[1].fingerprint in others
         }
+        for name in self.differences.get(peer.target.name, {}).keys() - {spec.name, *(one.name for one in here)}:
+            del self.differences[peer.target.name][name]
         number = next(self._numbers)
         if peer.send(wire.PeerCompare(number, spec)):
             self._asked[number] = peer, spec
