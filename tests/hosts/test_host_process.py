@@ -20,7 +20,8 @@ from e2e.stopping import stop
 from hosts.bench import PATIENCE_S, Thing, key_of
 from hosts.fake_backend import NAME
 from hosts.served import Served, write
-from layerflow.hosts.backend import ObjectStatus
+from layerflow.hosts.backend import BackendInfo, IndexEntry, ObjectStatus
+from layerflow.hosts.objects import IndexReporter
 from layerflow.server.tier import host as host_module
 from layerflow.wire.host_messages import (
     Ask,
@@ -76,6 +77,20 @@ async def test_broken_bytes_are_hidden_by_the_host_itself() -> None:
         assert [(failure.position, failure.outcome) for failure in first.failed] == [(1, ObjectStatus.BROKEN)]
         it.host.send(Ask(3, b"".join(TWO.keys), 10_000))
         assert (await it.hear(Present)).present == b"\1\0"
+
+
+def test_an_index_that_was_told_is_not_kept() -> None:
+    """The server has it, of millions of objects perhaps; the host needs none of it again."""
+    told: list[type] = []
+    shared = os.urandom(16)
+    unused = sys.getrefcount(shared)
+    reporter = IndexReporter(lambda message: told.append(type(message)))
+    reporter.found([IndexEntry(key_of(0), 1, 16, shared)])
+    reporter.attach(BackendInfo({}, [IndexEntry(key_of(number), 1, 16, shared) for number in range(1, 4)]))
+    reporter.found([IndexEntry(key_of(4), 1, 16, shared)])
+    reporter.again()
+    assert told == [Up, Indexed, Indexed, Up]
+    assert sys.getrefcount(shared) == unused
 
 
 @pytest.mark.parametrize(("holds", "pieces"), [(0, [0]), (1200, [512, 512, 176])])

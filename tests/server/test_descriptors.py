@@ -19,6 +19,8 @@ from wire.zmtp_client import frame, greeting, ready
 
 from layerflow.agent.handshake import Handshake, dial, fetch_arena
 from layerflow.errors import ConfigError, LayerflowError
+from layerflow.hosts.peer import exporter
+from layerflow.proxy import serve
 from layerflow.system import descriptors
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
@@ -206,6 +208,29 @@ def test_the_limit_is_raised_and_the_floor_refused(monkeypatch: pytest.MonkeyPat
     limits[:] = [(64, 100)]
     with pytest.raises(ConfigError, match="may open 100 files"):
         descriptors.prepare_descriptors()
+
+
+def test_exporter_and_proxy_raise_theirs_before_anybody_can_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [(64, 4096)]
+    monkeypatch.setattr(descriptors.resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(descriptors.resource, "setrlimit", lambda _, pair: limits.append(pair))
+
+    class Connected(Exception):
+        """The exporter would serve now."""
+
+    def connect(*_: object, **__: object) -> None:
+        assert limits[-1] == (4096, 4096)
+        raise Connected
+
+    monkeypatch.setattr(exporter, "connect", connect)
+    with pytest.raises(Connected):
+        exporter.main()
+    limits[:] = [(64, 4096)]
+    few = serve._most_connections()
+    assert limits[-1] == (4096, 4096) and 16 < few < 4096 // 4, "each request has up to three more, to engines"
+    limits[:] = [(64, 100)]
+    with pytest.raises(ConfigError, match="may open 100 files"):
+        serve._most_connections()
 
 
 def test_what_is_left_is_seen_whoever_took_it() -> None:
