@@ -13,8 +13,8 @@ import pytest
 from layerflow.config.settings import PoolSettings
 from layerflow.hosts.backend import IndexEntry
 from layerflow.server.incoming import IncomingObjects
-from layerflow.server.tier.tier import FREED_PER_SLICE, Tier
-from layerflow.wire.host_messages import Down, Evicted, Indexed, ToServer, Up
+from layerflow.server.tier.tier import CLEARED_PER_SLICE, FREED_PER_SLICE, Tier
+from layerflow.wire.host_messages import Clear, Down, Evicted, Indexed, ToServer, Up
 from layerflow.wire.packing import pack_u32
 
 KEYS = [bytes([number]) * 24 for number in range(4)]
@@ -102,3 +102,17 @@ async def test_what_is_away_by_the_time_that_all_is_told_is_not_up(tier: Tier) -
     assert not tier.up
     tier.host_said(Up({}, True, 7))
     assert tier.up and tier.holds(KEYS) == [True, True, False, False]
+
+
+async def test_what_a_purge_removes_is_packed_in_slices(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those who have something to say in the meantime have their turn."""
+    keys = [at.to_bytes(24, "big") for at in range(3 * CLEARED_PER_SLICE + 1)]
+    sent: list[Clear] = []
+    monkeypatch.setattr(tier._host, "send", sent.append)
+    clearing, turns = asyncio.create_task(tier.clear(keys, 60.0)), 0
+    while not clearing.done():
+        turns += 1
+        await asyncio.sleep(0)
+    assert "its host process is not running" in (await clearing).reason
+    assert [message.keys for message in sent] == [b"".join(keys)]
+    assert turns >= 4
