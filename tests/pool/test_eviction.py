@@ -131,7 +131,7 @@ def test_a_victim_moves_few_objects_however_many_were_used(uses):
     for _ in range(uses):
         policy.use(items)
     gone = [policy.victim() for _ in range(50)]
-    assert policy.moves <= 50 * (MOST_MOVES + 1)
+    assert policy.moves <= 50 * (MOST_MOVES + 1) < len(items) / 10
     assert gone == items[:50], "all were used equally: the oldest go"
     policy.validate()
 
