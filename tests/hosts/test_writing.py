@@ -169,6 +169,7 @@ def test_a_call_that_raises_leaves_nothing_open(bench: MakeBench, method: str) -
     first = hear(it)
     assert (outcomes(first) or outcomes(hear(it))) == {0: ObjectStatus.FAILED, 1: ObjectStatus.FAILED}
     assert it.suspected.is_set()
+    assert not it.backend._writing
     delattr(it.backend, method)
     put(lane, *thing.writing(2))
     while (report := hear(it)).id == 1:
