@@ -71,8 +71,9 @@ class GroupSpec(msgspec.Struct, frozen=True):
     :param window: of a windowed kind: tokens a query sees, itself included.
     :param block_bytes: bytes of one block of one layer over all planes, where the engine declares
         them; checked against the planes. 0 = not declared.
-    :param ratio: tokens that one row of a block stands for; above 1 the cache is compressed, and a hit ends at a
-        multiple of it: the row that the next token belongs to is computed, never half loaded.
+    :param ratio: tokens that one row of a block stands for; above 1 the cache is compressed, or so many ranks share a
+        block's tokens, and a hit ends at a multiple of it: the row that the next token belongs to is computed, never
+        half loaded.
     """
 
     kind: str

@@ -32,6 +32,7 @@ class FakeScheduler:
     """
 
     def __init__(self, holders: dict[str, tuple[list[int], ...]], *, recompute: bool = True, blocks: int = 200) -> None:
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1))
         group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK))
         self.kv_cache_config = SimpleNamespace(kv_cache_groups=[group, group])
         self.holders = holders

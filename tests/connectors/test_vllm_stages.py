@@ -9,6 +9,7 @@ import pytest
 
 from layerflow.boxes import Box, HeadAxis
 from layerflow.connectors.vllm import layout
+from layerflow.connectors.vllm.context import ContextParallel, sizes_of
 from layerflow.errors import Unsupported
 from layerflow.spec import Shard
 
@@ -20,14 +21,23 @@ def parallel(rank: int, tp: int, pp: int, **sizes: int) -> Any:
 
 
 def test_ranks_are_of_a_stage_first() -> None:
-    shards = [layout._shard(parallel(rank, 2, 3)) for rank in range(6)]
+    shards = [layout._shard(parallel(rank, 2, 3), ContextParallel(2)) for rank in range(6)]
     assert [(shard.pp_rank, shard.tp_rank) for shard in shards] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
     assert all(shard.workers == 6 for shard in shards)
 
 
-def test_context_parallelism_is_refused_by_name() -> None:
-    with pytest.raises(Unsupported, match="decode_context_parallel_size > 1"):
-        layout._shard(parallel(0, 2, 1, decode_context_parallel_size=2))
+def test_ranks_that_share_a_blocks_tokens_are_of_a_stage_first() -> None:
+    """4 ranks a stage hold one head in two parts: vLLM's ranks 0 and 2 the first."""
+    sizes = {"decode_context_parallel_size": 2}
+    shards = [layout._shard(parallel(rank, 4, 2, **sizes), ContextParallel(4, 2)) for rank in range(8)]
+    assert [(shard.pp_rank, shard.tp_rank) for shard in shards[4:]] == [(1, 0), (1, 2), (1, 1), (1, 3)]
+
+
+def test_the_model_spec_of_an_engine_without_context_parallelism_has_no_trace_of_it() -> None:
+    context = sizes_of(parallel(1, 2, 1))
+    assert context == ContextParallel(2) and not context.active and context.packing == ""
+    spread = ContextParallel(2, 2, interleave=4)
+    assert spread.packing == ":dcp2x4" and ContextParallel(2, 1, 2).packing == ""
 
 
 def test_groups_have_the_first_stages_order() -> None:

@@ -13,7 +13,8 @@ class Kind:
 
     :param block_size: tokens of one block.
     :param window: tokens that a query can see, itself included; 0 = all.
-    :param ratio: tokens that one row of a block stands for, as in DeepSeek-V4's compressed attention.
+    :param ratio: tokens that one row of a block stands for, as in DeepSeek-V4's compressed attention, or where ranks
+        share a block's tokens.
     """
 
     name: ClassVar[str]

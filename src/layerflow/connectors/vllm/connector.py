@@ -29,6 +29,7 @@ from layerflow.connectors.common.guard import tell
 from layerflow.connectors.common.interface import check_call
 from layerflow.connectors.common.loaded import LoadedWeights
 from layerflow.connectors.common.weights import START_WAIT_S, WeightsReading
+from layerflow.connectors.vllm.context import sizes_of
 from layerflow.connectors.vllm.identity.adapters import Adapters
 from layerflow.connectors.vllm.identity.identity import RequestKeys
 from layerflow.connectors.vllm.layout import Layout, layer_specs, layout_of, wanted_layout
@@ -152,6 +153,7 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     consumer=transfer.is_kv_consumer,
                     child=self._is_child,
                     block_sizes=tuple(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups),
+                    context=sizes_of(vllm_config.parallel_config),
                     data_parallel_rank=vllm_config.parallel_config.data_parallel_index,
                     data_parallel_size=vllm_config.parallel_config.data_parallel_size,
                 ),

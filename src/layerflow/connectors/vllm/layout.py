@@ -22,6 +22,7 @@ import torch
 
 from layerflow.boxes import HeadAxis, PlaneInterior, head_axis
 from layerflow.connectors.common.weights import Checkpoint
+from layerflow.connectors.vllm.context import ContextParallel, context_of, sizes_of
 from layerflow.connectors.vllm.identity.computation import computation_of
 from layerflow.connectors.vllm.identity.identity import arithmetic_of, checkpoint_of, quantization_of
 from layerflow.connectors.vllm.options import Options
@@ -197,10 +198,15 @@ def layer_specs(cache: Any) -> Iterator[Any]:
 
     :param cache: vLLM's KVCacheConfig.
     """
+    for _, layer_spec in _named_specs(cache):
+        yield layer_spec
+
+
+def _named_specs(cache: Any) -> Iterator[tuple[str, Any]]:
     for group in cache.kv_cache_groups:
         if getattr(group, "enable_kv_transfer", True):
             for name in group.layer_names:
-                yield _layer_spec(group.kv_cache_spec, name)
+                yield name, _layer_spec(group.kv_cache_spec, name)
 
 
 def layout_of(vllm_config: Any, cache: Any, kv_caches: Mapping[str, Any], options: Options) -> Layout:
@@ -211,11 +217,12 @@ def layout_of(vllm_config: Any, cache: Any, kv_caches: Mapping[str, Any], option
     :raises Unsupported: a cache kind or a memory layout that cannot be moved safely.
     :raises ConfigError: the weights are not files that can be read here, and have no name.
     """
-    shard = _shard(vllm_config.parallel_config)
     weights = checkpoint_of(vllm_config.model_config, vllm_config.load_config, options.model_content)
-    drafts, draft_weights, unmoved = _drafts(vllm_config, cache, shard)
+    drafts, draft_weights, unmoved = _drafts(vllm_config, cache)
     drafted = draft_facts(vllm_config, drafts) if draft_weights is not None else ""
-    stages = _stages(shard, cache, unmoved)
+    stages = _stages(vllm_config.parallel_config.pipeline_parallel_size, cache, unmoved)
+    context = _context(vllm_config, cache, unmoved)
+    shard = _shard(vllm_config.parallel_config, context)
     places: dict[tuple[int, Any, tuple[int, ...], bool], list[str]] = {}
     planes: dict[str, tuple[torch.Tensor, ...]] = {}
     for index, group in enumerate(cache.kv_cache_groups):
@@ -243,25 +250,27 @@ def layout_of(vllm_config: Any, cache: Any, kv_caches: Mapping[str, Any], option
         layers = tuple(sorted(numbers[name] for name in names))
         own = tuple(Plane(f"part{part}" if part else "kv", "uint8", (width,)) for part, width in enumerate(widths))
         window = layer_spec.sliding_window if KINDS[kind].windowed else 0
-        groups.append(GroupSpec(kind, layer_spec.block_size, layers, own, window, ratio=_ratio(layer_spec)))
+        parts = context.parts(layer_spec)
+        size, ratio = context.block_tokens(layer_spec), _ratio(layer_spec) * parts
+        groups.append(GroupSpec(kind, size, layers, own, window, ratio=ratio))
         vllm_groups.append(index)
         own_planes = {name: planes[name] for name in names}
         draft_names.append(draft_name(drafted, _packing(vllm_config, cache, own_planes), groups[-1]) if draft else "")
         if draft or guesses_unseen(vllm_config, drafts):
             axes.append(HeadAxis(shard.tp_size, BOUND))
             continue
-        axes.append(
-            group_axis(
-                vllm_config, kind, {name: (layer_spec, _parts(kv_caches[name])) for name in names}, cache.num_blocks
-            )
+        axis = group_axis(
+            vllm_config, kind, {name: (layer_spec, _parts(kv_caches[name])) for name in names}, cache.num_blocks
         )
+        axes.append(axis if axis.refusal else HeadAxis(axis.heads * parts))
     spec = ModelSpec(
         name=str(vllm_config.model_config.served_model_name or vllm_config.model_config.model),
         content="",
         groups=tuple(groups),
         shard=_boxed(shard, axes, _layers(groups, named, stages), tuple(draft_names) if any(draft_names) else ()),
-        attention=_packing(vllm_config, cache, {name: each for name, each in planes.items() if name not in drafts}),
-        quantization=_arithmetic(vllm_config, shard, [name for name in planes if name not in drafts]),
+        attention=_packing(vllm_config, cache, {name: each for name, each in planes.items() if name not in drafts})
+        + context.packing,
+        quantization=_arithmetic(vllm_config, [name for name in planes if name not in drafts]),
         chunk_tokens=default_chunk_tokens(
             [group for group, draft in zip(groups, draft_names, strict=True) if not draft], options.chunk_tokens
         ),
@@ -289,19 +298,30 @@ def _ratio(layer_spec: Any) -> int:
     return max(1, int(tokens))
 
 
-def _shard(parallel: Any) -> Shard:
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            raise Unsupported(f"{name} > 1 spreads a block over ranks, which is not supported yet; set it to 1")
-    tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    return Shard(parallel.rank % tp_size, tp_size, parallel.rank // tp_size % pp_size, pp_size)
+def _shard(parallel: Any, context: ContextParallel) -> Shard:
+    """The worker among those of the model; where a block's tokens are spread over ranks, in the order of the parts."""
+    ranks, pp_size = context.ranks, parallel.pipeline_parallel_size
+    return Shard(context.place(parallel.rank), ranks, parallel.rank // ranks % pp_size, pp_size)
 
 
-def _arithmetic(vllm_config: Any, shard: Shard, layers: Sequence[str]) -> str:
+def _context(vllm_config: Any, cache: Any, unmoved: frozenset[str]) -> ContextParallel:
+    """How the engine spreads its tokens over ranks."""
+    import vllm  # noqa: PLC0415 - this file is used without vLLM too
+
+    layers = {
+        name: (layer_spec, _model_heads(vllm_config.model_config, name))
+        for name, layer_spec in _named_specs(cache)
+        if name not in unmoved
+    }
+    return context_of(vllm_config, layers, vllm.__version__)
+
+
+def _arithmetic(vllm_config: Any, layers: Sequence[str]) -> str:
     """Return the arithmetic of all pipeline stages: each sees its own layers only."""
     import vllm  # noqa: PLC0415 - this file is used without vLLM too
 
-    told = _of_stages(shard, computation_of(vllm_config, vllm_config.model_config, layers))
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    told = _of_stages(stages, computation_of(vllm_config, vllm_config.model_config, layers))
     engine = ".".join(str(part) for part in release(vllm.__version__))
     return arithmetic_of(vllm_config, engine, frozenset[str]().union(*told))
 
@@ -317,20 +337,17 @@ def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _drafts(vllm_config: Any, cache: Any, shard: Shard) -> tuple[frozenset[str], Checkpoint | None, frozenset[str]]:
+def _drafts(vllm_config: Any, cache: Any) -> tuple[frozenset[str], Checkpoint | None, frozenset[str]]:
     """A draft model's layers, its weights, and those of its layers that are neither stored nor loaded."""
-    specs = {
-        name: _layer_spec(group.kv_cache_spec, name)
-        for group in cache.kv_cache_groups
-        if getattr(group, "enable_kv_transfer", True)
-        for name in group.layer_names
-    }
+    specs, parallel = dict(_named_specs(cache)), vllm_config.parallel_config
     drafts = draft_layers(vllm_config, specs)
     if not drafts:
         return drafts, None, drafts
     sizes = {layer_spec.block_size for name, layer_spec in specs.items() if name not in drafts}
     unlike = {name for name in drafts if not _is_movable(specs[name]) or specs[name].block_size not in sizes}
-    if shard.pp_size > 1:
+    if sizes_of(parallel).active:
+        left_out("a draft model may spread its tokens over ranks in another way than the model")
+    elif parallel.pipeline_parallel_size > 1:
         left_out("they are on one pipeline stage, and the others have none")
     elif unlike:
         left_out(f"the cache of {min(unlike)} is not divided into blocks as the model's")
@@ -344,7 +361,7 @@ def _drafts(vllm_config: Any, cache: Any, shard: Shard) -> tuple[frozenset[str],
     return drafts, None, drafts
 
 
-def _stages(shard: Shard, cache: Any, unmoved: frozenset[str]) -> list[dict[GroupName, int]]:
+def _stages(count: int, cache: Any, unmoved: frozenset[str]) -> list[dict[GroupName, int]]:
     """How many layers each pipeline stage has of each group. All stages ask each other, so none may fail before."""
     own: dict[GroupName, int] = Counter(
         (index, _layer_spec(group.kv_cache_spec, name))
@@ -353,16 +370,16 @@ def _stages(shard: Shard, cache: Any, unmoved: frozenset[str]) -> list[dict[Grou
         for name in group.layer_names
         if name not in unmoved
     )
-    return _of_stages(shard, own)
+    return _of_stages(count, own)
 
 
-def _of_stages(shard: Shard, own: Any) -> list[Any]:
+def _of_stages(count: int, own: Any) -> list[Any]:
     """What each pipeline stage tells the others, in their order."""
-    if shard.pp_size == 1:
+    if count == 1:
         return [own]
     from vllm.distributed.parallel_state import get_pp_group  # noqa: PLC0415 - this file is used without vLLM too
 
-    told: list[Any] = [None] * shard.pp_size
+    told: list[Any] = [None] * count
     torch.distributed.all_gather_object(told, own, group=get_pp_group().cpu_group)
     return told
 

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import structlog
 
 from layerflow.agent.values import Follow, Hit
+from layerflow.connectors.vllm.context import ALONE, ContextParallel
 from layerflow.connectors.vllm.pd.conventions.concurrent import QUERY, query_answer
 from layerflow.connectors.vllm.pd.conventions.parts import (
     KEY,
@@ -199,6 +200,7 @@ class HandoffSide:
         consumer: bool = True,
         child: bool = False,
         block_sizes: tuple[int, ...] = (),
+        context: ContextParallel = ALONE,
         data_parallel_rank: int = 0,
         data_parallel_size: int = 1,
     ) -> None:
@@ -208,6 +210,7 @@ class HandoffSide:
         self._producer, self._consumer = producer, consumer
         self._answers = not child if self.options.answer is None else self.options.answer
         self._block_sizes = block_sizes
+        self._context = context
         self._truncates = False
         self._unit = 1
         self._prefilling: Prefilling | None = None
@@ -230,9 +233,11 @@ class HandoffSide:
             engine_id=self._engine_id,
             host=(first.hostname or "") if first is not None else "",
             port=(first.port or 0) if first is not None else 0,
-            tp_size=spec.shard.tp_size,
+            tp_size=spec.shard.tp_size // self._context.prefill,
             pp_size=spec.shard.pp_size,
             block_sizes=self._block_sizes or tuple(group.block_size for group in spec.groups),
+            dcp_size=self._context.decode,
+            pcp_size=self._context.prefill,
         )
         layout = dict(model_facts(spec))
         # The state behind the last token cannot be continued from that token: it is left to the decode engine.

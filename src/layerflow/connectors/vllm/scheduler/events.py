@@ -33,6 +33,7 @@ from zmq.utils.monitor import parse_monitor_message
 from layerflow.agent.control import Control
 from layerflow.connectors.common.announcer import Announcer
 from layerflow.connectors.common.block_ledger import BlockEvent, BlockGroup, BlockLedger, Hash, StoredBlocks
+from layerflow.connectors.vllm.context import sizes_of
 from layerflow.wire.messages import ChunkChange, ChunkDescription
 
 if TYPE_CHECKING:
@@ -212,7 +213,7 @@ class PoolEvents:
     def __init__(self, vllm_config: Any, cache: Any) -> None:
         specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
         kinds = [(get_kv_cache_spec_kind(spec).value, getattr(spec, "sliding_window", None)) for spec in specs]
-        self._block_tokens = [int(spec.block_size) for spec in specs]
+        self._block_tokens = [sizes_of(vllm_config.parallel_config).block_tokens(spec) for spec in specs]
         self._unit = _hash_tokens(cache, vllm_config, self._block_tokens)
         self._hash = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
         self._router = VllmRouter(vllm_config.kv_events_config.publisher, kinds)

@@ -21,6 +21,7 @@ from typing import Any
 
 import structlog
 
+from layerflow.connectors.vllm.context import sizes_of
 from layerflow.connectors.vllm.scheduler.loads import NULL_BLOCK, PendingLoad
 from layerflow.connectors.vllm.versions import release
 
@@ -82,7 +83,8 @@ def preempt_dependents(scheduler: Any, failed: Mapping[str, Sequence[PendingLoad
     :param failed: by request: its loads under way.
     :returns: the requests that were taken back.
     """
-    sizes = [group.kv_cache_spec.block_size for group in scheduler.kv_cache_config.kv_cache_groups]
+    context = sizes_of(scheduler.vllm_config.parallel_config)
+    sizes = [context.block_tokens(group.kv_cache_spec) for group in scheduler.kv_cache_config.kv_cache_groups]
     invalid = _InvalidBlocks(sizes)
     for arrival in itertools.chain.from_iterable(failed.values()):
         invalid.add(arrival.tables, arrival.start)

@@ -75,8 +75,8 @@ def body(request: str, terms: HandoffTerms, sizes: Sizes, blocks: Sequence[Seque
         "remote_host": sizes.host,
         "remote_port": sizes.port,
         "remote_tp_size": sizes.tp_size,
-        "remote_pcp_size": 1,
-        "remote_dcp_size": 1,
+        "remote_pcp_size": sizes.pcp_size,
+        "remote_dcp_size": sizes.dcp_size,
         "remote_cached_tokens": 0,
         KEY: terms.to_json(),
     }

@@ -291,7 +291,8 @@ PLAIN = NoHandoff()
 class Sizes:
     """The engine's sizes, for the keys that other systems' proxies read.
 
-    :param block_sizes: tokens of a block, per vLLM cache group.
+    :param block_sizes: rows of a block on one rank, per vLLM cache group.
+    :param dcp_size: ranks over which a block's tokens are spread. :param pcp_size: that compute shares of a prompt.
     """
 
     engine_id: str = ""
@@ -300,6 +301,8 @@ class Sizes:
     tp_size: int = 1
     pp_size: int = 1
     block_sizes: tuple[int, ...] = ()
+    dcp_size: int = 1
+    pcp_size: int = 1
 
 
 def layout_mismatch(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:

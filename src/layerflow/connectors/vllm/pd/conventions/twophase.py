@@ -86,7 +86,7 @@ def response(terms: HandoffTerms, sizes: Sizes, blocks: Sequence[Sequence[int]])
         "remote_port": sizes.port,
         "tp_size": sizes.tp_size,
         "pp_size": sizes.pp_size,
-        "dcp_size": 1,
+        "dcp_size": sizes.dcp_size,
         "remote_num_tokens": terms.tokens,
         "transfer_mode": TRANSFER_MODE,
         KEY: terms.to_json(),
