@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -239,6 +240,10 @@ class TestJson:
             "remote_dcp_size": 1,
             "remote_cached_tokens": 0,
         }
+
+    def test_the_post_tells_over_how_many_ranks_tokens_are_spread(self) -> None:
+        body = metaserver.body("r", HandoffTerms(handoff="h"), replace(SIZES, dcp_size=2, pcp_size=4))
+        assert (body["remote_dcp_size"], body["remote_pcp_size"]) == (2, 4)
 
     def test_an_id_without_vllms_digits_is_left_whole(self) -> None:
         body = metaserver.body("chatcmpl-1b4e28ba-2fa1-11d2-883f-0016d3cca427", HandoffTerms(handoff="h"), SIZES)

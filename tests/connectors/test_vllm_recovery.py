@@ -31,9 +31,12 @@ class FakeScheduler:
     :param holders: block tables by request, a table a group; those named "w…" wait for a background load.
     """
 
-    def __init__(self, holders: dict[str, tuple[list[int], ...]], *, recompute: bool = True, blocks: int = 200) -> None:
-        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1))
-        group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK))
+    def __init__(
+        self, holders: dict[str, tuple[list[int], ...]], *, recompute: bool = True, blocks: int = 200, parts: int = 1
+    ) -> None:
+        sizes = SimpleNamespace(tensor_parallel_size=parts, decode_context_parallel_size=parts)
+        self.vllm_config = SimpleNamespace(parallel_config=sizes)
+        group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK, dcp_sharded=True))
         self.kv_cache_config = SimpleNamespace(kv_cache_groups=[group, group])
         self.holders = holders
         requests = [SimpleNamespace(request_id=name, status=self.status(name)) for name in holders]
@@ -66,6 +69,14 @@ class FakeScheduler:
 
 def arrival(tables: tuple[list[int], ...], start: int = 0) -> list[PendingLoad]:
     return [PendingLoad(1, start, tables)]
+
+
+def test_a_block_stands_for_as_many_tokens_as_its_ranks_have_rows() -> None:
+    """Two ranks: the load begins with the second block, in which the other request ends."""
+    failed = ([1, 2, 3], [11, 12, 13])
+    scheduler = FakeScheduler({"a": failed, "b": ([1, 2], [11, 14]), "c": ([1, 4], [11, 15])}, parts=2)
+    assert preempt_dependents(scheduler, {"a": arrival(failed, start=2 * BLOCK)}) == {"a", "b"}
+    assert scheduler.evicted == {2, 3, 12, 13, 14}
 
 
 def test_the_request_and_those_that_go_on_from_its_blocks() -> None:

@@ -29,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import override_forward_context
 from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import core
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, create_kv_cache_views
@@ -37,6 +38,10 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.worker import block_table, kv_connector_model_runner_mixin
 from vllm.v1.worker.gpu import block_table as second_block_table
+
+from layerflow.connectors.common.loaded import LoadedWeights
+from layerflow.connectors.vllm import connector as connectors
+from layerflow.connectors.vllm import layout as layouts
 
 MODELS = Path(sys.prefix) / "models"
 LAYERS = 3
@@ -216,7 +221,11 @@ class Rank:
         self.connector = KVConnectorFactory.create_connector(
             config=self.config, role=KVConnectorRole.WORKER, kv_cache_config=cache
         )
-        self.connector.register_kv_caches(self.caches)
+        with pytest.MonkeyPatch.context() as patch:
+            # There is no model that could be looked for among all objects of the process, nor weights to watch.
+            patch.setattr(layouts, "_arithmetic", lambda *_: "")
+            patch.setattr(connectors, "_loaded_weights", lambda *_: LoadedWeights(()))
+            self.connector.register_kv_caches(self.caches)
         self.make_table()
 
     def make_table(self) -> None:
@@ -420,7 +429,8 @@ class SpreadEngine:
         config.spread_specs = specs or layer_specs(config)
         config.cache_config.kv_cache_memory_bytes = 1 << 30
         config.cache_config.num_gpu_blocks_override = blocks
-        with set_current_vllm_config(config):
+        with set_current_vllm_config(config), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(core, "freeze_gc_heap", lambda: None)  # which takes a second, for engines that stay
             self.core = EngineCore(config, SpreadExecutor, log_stats=False)
         self.ranks: list[Rank] = self.core.model_executor.ranks
         self._names = itertools.count()
