@@ -237,6 +237,32 @@ FIRST_LAYERS = 2
 """Of a step. They leave before the others are cut."""
 
 
+class Sampling:
+    """How long a lane with nothing to move sleeps until it looks again whether the engine has moved on.
+
+    Longer and longer while it has not. An engine that has to wait for a layer wakes the lane; one that computes does
+    not, so a layer of which the depth allows nothing yet begins up to this late.
+
+    :ivar interval: until the next look; seconds.
+    """
+
+    __slots__ = ("interval",)
+
+    def __init__(self) -> None:
+        self.interval = SHORTEST_SAMPLE_S
+
+    def moved(self) -> None:
+        """Something was queued, or left."""
+        self.interval = SHORTEST_SAMPLE_S
+
+    def missed(self) -> None:
+        """A look has found nothing."""
+        self.interval = min(2 * self.interval, LONGEST_SAMPLE_S)
+
+
+SHORTEST_SAMPLE_S, LONGEST_SAMPLE_S = 0.25e-3, 4e-3
+
+
 # When a tensor-parallel rank begins a layer's copies, so that the ranks of a machine do not share a link.
 #
 # Time is cut into turns of `tp_size` slots, counted from zero of the monotonic clock, which all processes of a machine

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from layerflow.flow.commands import Submit
 from layerflow.flow.cost import LinkCost
 from layerflow.flow.events import LayerShape
-from layerflow.flow.window import BatchCaps, LayerBatch, LayerCursor, PlannedLayer, Stagger, Window, WindowCaps
+from layerflow.flow.window import BatchCaps, LayerBatch, LayerCursor, PlannedLayer, Sampling, Stagger, Window, WindowCaps
 from layerflow.sim.clock import VirtualClock
 from layerflow.spec import ModelSpec
 
@@ -172,6 +172,11 @@ class SimulatedWorker:
         self._loading: dict[int, SimulatedLoads] = {}
         self._saving: dict[int, SimulatedSaves] = {}
         self._saves_move = False
+        # The lane looks at how far engines are when a batch has landed, and with nothing on its way in intervals.
+        self._moving = 0
+        self._sampling = Sampling()
+        self._looks_at = 0.0
+        self._will_look = False
 
     def shapes(self) -> tuple[LayerShape, ...]:
         """What the core is told of its layers."""
@@ -210,9 +215,22 @@ class SimulatedWorker:
         self._pump()
 
     def advance(self, loads: SimulatedLoads, layer: int) -> None:
-        """The engine has reached a layer."""
+        """The engine has reached a layer. It wakes the lane where it has to wait; else that looks by itself."""
         loads.frontier = layer
-        self._pump()
+        if loads.ready <= layer:
+            self._pump()
+        elif self._window and not (self._moving or self._will_look):
+            now = self._clock.now
+            while self._looks_at < now:
+                self._sampling.missed()
+                self._looks_at += self._sampling.interval
+            self._will_look = True
+            self._clock.at(self._looks_at, self._look)
+
+    def _look(self) -> None:
+        self._will_look = False
+        if not self._moving:
+            self._pump()
 
     def cut_off(self, step: int) -> None:
         """Nothing of a step's loads is wanted any more."""
@@ -226,6 +244,9 @@ class SimulatedWorker:
     def _pump(self) -> None:
         while self._take():
             """As a lane does: what has just begun leaves before more is cut."""
+        if not self._moving:
+            self._sampling.moved()
+            self._looks_at = self._clock.now + self._sampling.interval
 
     def _take(self) -> bool:
         """Send what may move now; False: nothing may."""
@@ -239,6 +260,7 @@ class SimulatedWorker:
                     left = (loads.deadline - now) / (self.spec.num_layers - batch.layer + 1)
                     begin = self._stagger.begin(batch.layer, now, left)
                 loads.in_flight += 1
+                self._moving += 1
                 extent = batch.extent
                 noise = loads.noise
                 slower = noise.slowdown.get(batch.layer)
@@ -257,6 +279,7 @@ class SimulatedWorker:
     def landed(self, loads: SimulatedLoads, batch: LayerBatch) -> None:
         """A batch is in place."""
         loads.in_flight -= 1
+        self._moving -= 1
         loads.moved += batch.extent.nbytes
         self._window.landed(batch.extent.nbytes)
         if batch.seals:

@@ -32,6 +32,7 @@ from layerflow.flow.window import (
     LayerBatch,
     LayerCursor,
     PlannedLayer,
+    Sampling,
     Stagger,
     Window,
     WindowCaps,
@@ -196,7 +197,7 @@ class LoadLane:
         self._waiting: list[CopyTask] = []
         self.planned = WorkerDrivenQueue()
         self._closing = False
-        self._interval = SAMPLE_S
+        self._sampling = Sampling()
         self._begun: tuple[Step, int] | None = None
         self._thread = OwnedThread("layerflow-load", self._run, lost=lost, restart_s=RESTART_S).start()
 
@@ -246,10 +247,10 @@ class LoadLane:
 
     def _take(self) -> None:
         """Wait for the next moment at which anything can happen."""
-        if self._take_more(self._interval if self._waiting or self.planned else None):
-            self._interval = SAMPLE_S
+        if self._take_more(self._sampling.interval if self._waiting or self.planned else None):
+            self._sampling.moved()
         else:
-            self._interval = min(2 * self._interval, LONGEST_SAMPLE_S)
+            self._sampling.missed()
         if self._unreported_bytes and time.monotonic() - self._unreported_since >= REPORT_S:
             self._let_know()
 
@@ -285,7 +286,7 @@ class LoadLane:
             taken = set(jobs)
             self._waiting = [job for job in waiting if job not in taken]
         if jobs:
-            self._interval = SAMPLE_S
+            self._sampling.moved()
             if self.stagger.on:
                 self._keep_slot(jobs[0])
         return jobs
@@ -384,9 +385,6 @@ FEW_BATCHES = 2
 
 RESTART_S = 0.05
 """Before a lane that has failed begins anew."""
-
-SAMPLE_S, LONGEST_SAMPLE_S = 0.25e-3, 4e-3
-"""How often to look whether the engine has opened a gate; less and less often while it opens none."""
 
 REPORT_BYTES, REPORT_S = 64 << 20, 50e-3
 """What has ended is told at once where nothing else waits; else when it is so much, or so long ago."""
