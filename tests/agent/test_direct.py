@@ -327,8 +327,15 @@ class TestWriting:
         pool.room = 0
         run = worker.serve(worker.prompt(TOKENS), timeout_s=3600)
         assert pool.objects == {}
-        assert worker.agent.poll().failed_saves == ()
+        assert worker.agent.poll().failed_saves == ((run.name, "no room in the store"),)
         assert not worker.agent.busy(run.name)
+
+    def test_a_machine_too_busy_to_ask_for_room_says_so(
+        self, worker: KnownWorker, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(direct, "ROOM_S", -1.0)
+        run = worker.serve(worker.prompt(TOKENS))
+        assert worker.agent.poll().failed_saves == ((run.name, "no time was left for it"),)
 
     def test_a_copy_that_fails_is_never_published_and_its_room_goes_back(
         self, worker: KnownWorker, pool: FakePool

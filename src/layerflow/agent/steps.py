@@ -347,7 +347,7 @@ class Steps(OpenSteps):
         if self.direct.stuck:
             self.fail(step, "the pool does not answer")
         else:
-            self.direct.open(step, lambda step, message: self._announce(step, message, attachment))
+            self.direct.open(step, lambda step, message: self._announce(step, message, attachment), self.save_failed)
 
     def _announce(self, step: Step, message: OpenStep, attachment: Attachment) -> bool:
         """Tell the server of a step past the arena. False: the step has ended, or that server is gone."""

@@ -58,10 +58,12 @@ class DirectLaneSwitch:
         """Does the pool not answer?"""
         return self._direct is not None and self._direct.stuck
 
-    def open(self, step: Step, send: Callable[[Step, OpenStep], bool]) -> None:
+    def open(
+        self, step: Step, send: Callable[[Step, OpenStep], bool], save_failed: Callable[[str, str], None]
+    ) -> None:
         """See :meth:`DirectLane.open`."""
         assert self._direct is not None
-        self._direct.open(step, send)
+        self._direct.open(step, send, save_failed)
 
     def once_announced(self, steps: Sequence[Step], tell: Callable[[], None]) -> None:
         """Tell the server something of these steps: now, or once all of them have been announced to it."""

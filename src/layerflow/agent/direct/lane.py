@@ -22,7 +22,7 @@ from layerflow.agent.direct.store import LANES, DirectCopier, DirectStore
 from layerflow.agent.step.leases import LeasedObject, LeasedParts, StepLeases, places_of
 from layerflow.agent.step.step import Step
 from layerflow.agent.step.transfers import LOAD, SAVE
-from layerflow.hosts.backend import OK, ObjectLocation, Unreachable
+from layerflow.hosts.backend import OK, ObjectLocation, ObjectResult, ObjectStatus, Unreachable
 from layerflow.ops.paged import PagedMemory
 from layerflow.system.threads import OwnedThread
 from layerflow.wire.messages import Batch, OpenStep
@@ -75,12 +75,15 @@ class DirectLane:
         """Do this behind everything that was put before."""
         self._work.put(work)
 
-    def open(self, step: Step, send: Callable[[Step, OpenStep], bool]) -> None:
+    def open(
+        self, step: Step, send: Callable[[Step, OpenStep], bool], save_failed: Callable[[str, str], None]
+    ) -> None:
         """Lease what the step loads, allocate what it saves, and tell the server of what is left.
 
         :param send: sends the message, unless the step is over or its server gone: then False.
+        :param save_failed: told of each request of which the pool has no room for something, and why.
         """
-        self.put(lambda: self._open(step, send))
+        self.put(lambda: self._open(step, send, save_failed))
 
     def copier(self, step: Step, batch: Batch) -> DirectCopier:
         """For one batch of the step."""
@@ -127,12 +130,16 @@ class DirectLane:
                 log.exception("direct_work_failed")
             self._busy_since = 0.0
 
-    def _open(self, step: Step, send: Callable[[Step, OpenStep], bool]) -> None:
+    def _open(
+        self, step: Step, send: Callable[[Step, OpenStep], bool], save_failed: Callable[[str, str], None]
+    ) -> None:
         loads = self._side(step.loads, step.number, self._pool.lease)
         lacking = loads.lacking
         # What a request computes on top of a load that is not there would be wrong: it is not stored.
         saves = self._side(step.saves, step.number, self._pool.allocate, lacking, once=True)
         step.leases = leases = StepLeases(loads, saves)
+        for request, reason in saves.refused.items():
+            save_failed(request, reason)
         if lacking:
             log.info("direct_loads_missing", step=step.number, requests=len(lacking))
         if leases.loads.objects():
@@ -146,7 +153,7 @@ class DirectLane:
         self,
         parts: Sequence[PartDescriptor],
         owner: int,
-        take: Callable[[Sequence[ObjectLocation], float], list[LeasedObject | None]],
+        take: Callable[[Sequence[ObjectLocation], float], Sequence[LeasedObject | ObjectResult | None]],
         without: Collection[str] = (),
         *,
         once: bool = False,
@@ -158,7 +165,7 @@ class DirectLane:
         """
         places = [[] if part.request in without else places_of(self._spec, part, owner) for part in parts]
         wanted = {place.key: place for row in places for place in row}
-        held: dict[bytes, LeasedObject | None] = {}
+        held: dict[bytes, LeasedObject | ObjectResult | None] = {}
         try:
             if wanted:
                 found = take(list(wanted.values()), time.monotonic() + ROOM_S)
@@ -166,13 +173,20 @@ class DirectLane:
                 self._reached("")
         except Unreachable as error:
             self._reached(str(error))
-        except Exception:
+            held = dict.fromkeys(wanted, ObjectResult(ObjectStatus.FAILED, str(error)))
+        except Exception as error:
             log.exception("direct_work_failed")
+            held = dict.fromkeys(wanted, ObjectResult(ObjectStatus.FAILED, f"{type(error).__name__}: {error}"))
         rows: list[list[LeasedObject | None]] = []
+        refused: dict[str, str] = {}
         for part, row in zip(parts, places, strict=True):
             get = held.pop if once else held.get
-            rows.append([get(place.key, None) for place in row] or [None] * len(part.pieces))
-        return LeasedParts(parts, rows)
+            found = [get(place.key, None) for place in row] or [None] * len(part.pieces)
+            rows.append([each if isinstance(each, LeasedObject) else None for each in found])
+            for each in found:
+                if isinstance(each, ObjectResult) and each.outcome is not ObjectStatus.EXISTS:
+                    refused.setdefault(part.request, each.reason)
+        return LeasedParts(parts, rows, refused)
 
     def _publish(self, step: Step, positions: Sequence[int], told: Callable[[int, str], None]) -> None:
         leases = step.leases

@@ -78,14 +78,14 @@ class DirectStore:
         """Give leases back."""
         self._reader.close(places)
 
-    def allocate(self, places: Sequence[ObjectLocation], until: float) -> list[LeasedObject | None]:
-        """Room for an object; None = it is in the pool, another worker writes it, or there is no room.
+    def allocate(self, places: Sequence[ObjectLocation], until: float) -> list[LeasedObject | ObjectResult | None]:
+        """Room for an object, or why there is none: EXISTS where it is in the pool, or another worker writes it.
 
         :raises Unreachable: nothing can be learnt.
         """
         results = self._writer.open(places, until)
         return [
-            self._held(self._writer.room(place), place) if result is OK else None
+            self._held(self._writer.room(place), place) if result is OK else result
             for place, result in zip(places, results, strict=True)
         ]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -55,10 +55,12 @@ class LeasedParts:
 
     :param parts: of the outline.
     :param held: for each part and piece its object; None = left out.
+    :param refused: requests of which something is left out that the pool does not have and will not get, and why.
     """
 
     parts: Sequence[PartDescriptor]
     held: Sequence[Sequence[LeasedObject | None]]
+    refused: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def positions(self) -> list[int]:
