@@ -170,6 +170,7 @@ def test_sigterm_lets_open_steps_finish(serve: Callable[..., ServerProcess]) -> 
         # The server does not end before this one: of one that hangs up, the last words may come too late.
         last = step_of(worker.agent.open_step([worker.admit(worker.prompt(64)).request()], 100))
         assert step.wait_layer(0).ready
+        assert eventually(lambda: control.status()["flow"]["steps"] == 2), "the last one is open"
         server.process.send_signal(signal.SIGTERM)
         assert eventually(lambda: not control.status()["healthy"])
         refused = worker.admit(worker.prompt(64), look=False)
