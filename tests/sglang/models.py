@@ -39,6 +39,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 CONFIGS["llama-other"] = CONFIGS["llama"]
+# 64 KiB a token, half of Llama 3.1 8B's 128 KiB.
+CONFIGS["llama-wide"] = CONFIGS["llama"] | {"num_hidden_layers": 8, "num_key_value_heads": 8, "head_dim": 128}
 
 FIRST_SEEDS = {"llama-other": 64}
 """What ``llama`` becomes by a weight update begins with another seed than it did."""

@@ -36,15 +36,20 @@ pytestmark = [pytest.mark.campaign, pytest.mark.timeout(3600)]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mooncake") is None, reason="Mooncake is not installed: setup.sh says why")
-def test_decodes_first_token_beside_mooncakes(servers: Servers) -> None:
-    """From prefill's last layer to decode's first token, over SGLang's own backend (TCP) and over hand-offs."""
+@pytest.mark.parametrize("model", ["llama-wide", "llama"])
+def test_decodes_first_token_beside_mooncakes(servers: Servers, model: str) -> None:
+    """From prefill's last layer to decode's first token, over SGLang's own backend (TCP) and over hand-offs.
+
+    With 64 KiB a token there is something to hide. With 2 KiB there is not: both wait for the rest of prefill's pass,
+    which is printed and has no target.
+    """
     took: dict[str, list[float]] = {}
     tokens: dict[str, list[tuple[int, ...]]] = {}
-    servers.serve()
+    servers.serve(pool__size="1GiB")
     for backend in ("mooncake", "layerflow"):
-        pair = start_pair(servers, "llama", backend=backend, timed=True)
+        pair = start_pair(servers, model, backend=backend, timed=True)
         try:
-            assert pair.generate(PROMPT).tokens == EXPECTED["llama"]
+            assert pair.generate(PROMPT).tokens == EXPECTED[model]
             asked = [prompt(HANDED_TOKENS, SEED + number) for number in range(WARM + ROUNDS)]
             told = [behind_the_last_layer(pair, each) for each in asked]
         finally:
@@ -52,8 +57,8 @@ def test_decodes_first_token_beside_mooncakes(servers: Servers) -> None:
         tokens[backend] = [each for each, _ in told]
         took[backend] = [seconds for _, seconds in told[WARM:]]
     assert tokens["layerflow"] == tokens["mooncake"]
-    medians = report("first token of decode behind prefill's last layer", took)
-    if ROUNDS >= MEASURED:
+    medians = report(f"{model}: first token of decode behind prefill's last layer", took)
+    if ROUNDS >= MEASURED and model == "llama-wide":
         assert medians["layerflow"] <= MOST_OF_MOONCAKE * medians["mooncake"]
 
 
