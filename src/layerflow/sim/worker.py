@@ -9,7 +9,16 @@ from dataclasses import dataclass, field
 from layerflow.flow.commands import Submit
 from layerflow.flow.cost import LinkCost
 from layerflow.flow.events import LayerShape
-from layerflow.flow.window import BatchCaps, LayerBatch, LayerCursor, PlannedLayer, Sampling, Stagger, Window, WindowCaps
+from layerflow.flow.window import (
+    BatchCaps,
+    LayerBatch,
+    LayerCursor,
+    PlannedLayer,
+    Sampling,
+    Stagger,
+    Window,
+    WindowCaps,
+)
 from layerflow.sim.clock import VirtualClock
 from layerflow.spec import ModelSpec
 

@@ -58,9 +58,7 @@ class DirectLaneSwitch:
         """Does the pool not answer?"""
         return self._direct is not None and self._direct.stuck
 
-    def open(
-        self, step: Step, send: Callable[[Step, OpenStep], bool], save_failed: Callable[[str, str], None]
-    ) -> None:
+    def open(self, step: Step, send: Callable[[Step, OpenStep], bool], save_failed: Callable[[str, str], None]) -> None:
         """See :meth:`DirectLane.open`."""
         assert self._direct is not None
         self._direct.open(step, send, save_failed)

@@ -75,9 +75,7 @@ class DirectLane:
         """Do this behind everything that was put before."""
         self._work.put(work)
 
-    def open(
-        self, step: Step, send: Callable[[Step, OpenStep], bool], save_failed: Callable[[str, str], None]
-    ) -> None:
+    def open(self, step: Step, send: Callable[[Step, OpenStep], bool], save_failed: Callable[[str, str], None]) -> None:
         """Lease what the step loads, allocate what it saves, and tell the server of what is left.
 
         :param send: sends the message, unless the step is over or its server gone: then False.
