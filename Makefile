@@ -4,6 +4,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
+# Tests start hundreds of processes; each would compile the package anew, and each pytest process all tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup demo test test-vllm test-ascend test-sglang test-pd test-backends lint campaign bench bench-vllm bench-pd clean
 
 setup: $(STAMP)

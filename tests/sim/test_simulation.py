@@ -19,7 +19,7 @@ def again(seconds: float = 1.0, new: int = 1) -> Any:
     return trace_of([(0.0, 20 * CHUNK, 1, PROMPT), (seconds, (20 + new) * CHUNK, 1, [*PROMPT, *range(100, 100 + new)])])
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(
     seed=st.integers(0, 10_000),
     engines=st.integers(1, 3),
