@@ -157,11 +157,11 @@ COMMON: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8
     ],
 )
 def test_what_is_not_known_is_refused_by_name(spec: Any, sizes: dict[str, int], version: str, says: str) -> None:
-    from layerflow.connectors.vllm.context import context_of
+    from layerflow.connectors.vllm.context import context_of, sizes_of
 
     parallel = SimpleNamespace(tensor_parallel_size=12, cp_kv_cache_interleave_size=1, **sizes)
     layers = {f"layers.{layer}": (spec, 2) for layer in range(LAYERS)}
     with pytest.raises(Unsupported, match=says) as refused:
-        context_of(SimpleNamespace(parallel_config=parallel), layers, version)
+        context_of(sizes_of(parallel), layers, version)
     (name,) = sizes
     assert str(refused.value).startswith(f"{name} = {sizes[name]}: ") and "Set it to 1, or" in str(refused.value)

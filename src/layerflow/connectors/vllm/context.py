@@ -102,16 +102,14 @@ def sizes_of(parallel: Any) -> ContextParallel:
     )
 
 
-def context_of(vllm_config: Any, layers: Mapping[str, tuple[Any, int]], version: str) -> ContextParallel:
-    """How this engine spreads its tokens.
+def context_of(sizes: ContextParallel, layers: Mapping[str, tuple[Any, int]], version: str) -> ContextParallel:
+    """How an engine with context parallelism spreads its tokens.
 
+    :param sizes: what its configuration says.
     :param layers: by name, vLLM's spec of each cache that is loaded and saved, and the model's KV heads in that layer.
     :param version: vLLM's.
     :raises Unsupported: it spreads them in a way, or caches, of which it is not known what each rank holds.
     """
-    sizes = sizes_of(vllm_config.parallel_config)
-    if not sizes.active:
-        return sizes
     if release(version) < FIRST:
         raise _refused(
             sizes, f"what vLLM {version} does with it is not known here; use vLLM {FIRST[0]}.{FIRST[1]} or later"

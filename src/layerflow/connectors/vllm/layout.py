@@ -306,6 +306,9 @@ def _shard(parallel: Any, context: ContextParallel) -> Shard:
 
 def _context(vllm_config: Any, cache: Any, unmoved: frozenset[str]) -> ContextParallel:
     """How the engine spreads its tokens over ranks."""
+    sizes = sizes_of(vllm_config.parallel_config)
+    if not sizes.active:
+        return sizes
     import vllm  # noqa: PLC0415 - this file is used without vLLM too
 
     layers = {
@@ -313,7 +316,7 @@ def _context(vllm_config: Any, cache: Any, unmoved: frozenset[str]) -> ContextPa
         for name, layer_spec in _named_specs(cache)
         if name not in unmoved
     }
-    return context_of(vllm_config, layers, vllm.__version__)
+    return context_of(sizes, layers, vllm.__version__)
 
 
 def _arithmetic(vllm_config: Any, layers: Sequence[str]) -> str:
