@@ -181,6 +181,11 @@ class Window(Generic[LoadsT]):
     def __bool__(self) -> bool:
         return bool(self._steps)
 
+    @property
+    def moves(self) -> bool:
+        """Is anything on its way?"""
+        return self._in_flight > 0
+
     def add(self, loads: LoadsT) -> None:
         """A step was opened."""
         self._steps.append(loads)

@@ -182,7 +182,6 @@ class SimulatedWorker:
         self._saving: dict[int, SimulatedSaves] = {}
         self._saves_move = False
         # The lane looks at how far engines are when a batch has landed, and with nothing on its way in intervals.
-        self._moving = 0
         self._sampling = Sampling()
         self._looks_at = 0.0
         self._will_look = False
@@ -228,7 +227,7 @@ class SimulatedWorker:
         loads.frontier = layer
         if loads.ready <= layer:
             self._pump()
-        elif self._window and not (self._moving or self._will_look):
+        elif self._window and not (self._window.moves or self._will_look):
             now = self._clock.now
             while self._looks_at < now:
                 self._sampling.missed()
@@ -238,7 +237,7 @@ class SimulatedWorker:
 
     def _look(self) -> None:
         self._will_look = False
-        if not self._moving:
+        if not self._window.moves:
             self._pump()
 
     def cut_off(self, step: int) -> None:
@@ -253,7 +252,7 @@ class SimulatedWorker:
     def _pump(self) -> None:
         while self._take():
             """As a lane does: what has just begun leaves before more is cut."""
-        if not self._moving:
+        if not self._window.moves:
             self._sampling.moved()
             self._looks_at = self._clock.now + self._sampling.interval
 
@@ -269,7 +268,6 @@ class SimulatedWorker:
                     left = (loads.deadline - now) / (self.spec.num_layers - batch.layer + 1)
                     begin = self._stagger.begin(batch.layer, now, left)
                 loads.in_flight += 1
-                self._moving += 1
                 extent = batch.extent
                 noise = loads.noise
                 slower = noise.slowdown.get(batch.layer)
@@ -288,7 +286,6 @@ class SimulatedWorker:
     def landed(self, loads: SimulatedLoads, batch: LayerBatch) -> None:
         """A batch is in place."""
         loads.in_flight -= 1
-        self._moving -= 1
         loads.moved += batch.extent.nbytes
         self._window.landed(batch.extent.nbytes)
         if batch.seals:
