@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from layerflow.pool.base import NewObject
+from layerflow.pool.base import NewObject, ReserveStatus
 from layerflow.pool.memory import MemoryPool
 from layerflow.server.handlers.following import view_of_handoff
 from layerflow.server.handoffs import registry
@@ -124,6 +124,32 @@ def test_who_opens_the_next_one_waits_for_the_room_of_the_last(arena: Arena) -> 
     assert old is not None and old.status is HandoffStatus.REVOKED
     assert arena.kept == COUNT * NBYTES
     arena.pool.validate()
+
+
+def test_a_slice_without_room_takes_nothing_from_those_before_it(arena: Arena) -> None:
+    arena.handoffs._room_bytes = 4 * COUNT * NBYTES
+    old, prompt = Prompt(), Prompt()
+    prefix = prompt.keys[: 2 * OBJECTS_PER_SLICE]
+    arena.pool.reserve([prompt.all[key] for key in prefix], "saved")
+    arena.pool.commit(prefix, "saved")
+    arena.pool.hold(prefix, "a load", float("inf"))
+    assert arena.open("old", old) == ""
+    arena.store("old", old)
+    arena.turns()
+    while arena.pool.reserve([NewObject(os.urandom(24), NBYTES, 1, 16)], "saves")[0].outcome is ReserveStatus.RESERVED:
+        pass
+    arena.pool.release("a load")
+    assert arena.open("h", prompt) == "", "the older one is taken back for its third slice"
+    handoff, revoked = arena.handoffs.get("h"), arena.handoffs.get("old")
+    assert handoff is not None and revoked is not None and revoked.status is HandoffStatus.REVOKED
+    assert handoff.pending == set(prompt.keys[len(prefix) :])
+    assert arena.pool.pinned_by(handoff.owner) == len(prefix)
+    arena.pool.reserve([NewObject(os.urandom(24), NBYTES, 1, 16) for _ in range(4 * COUNT)], "more saves")
+    assert all(arena.pool.lookup(prefix)), "saves that look for room leave what the hand-off counts on"
+    arena.pool.validate()
+    arena.handoffs.release("h", 0.0)
+    arena.turns()
+    assert (arena.kept, arena.pool.statistics().pinned) == (0, 0)
 
 
 def test_those_that_nobody_has_come_for_stay_longer(arena: Arena) -> None:

@@ -228,12 +228,12 @@ class Directory:
         if pins is None:
             return
         self._ends.discard(owner)
-        for entry in self._pins.get(heir, ()):
-            if entry in pins:
+        mine = self._pins.setdefault(heir, {})
+        for entry in pins:
+            if entry in mine:
                 entry.readers -= 1
             else:
-                pins[entry] = None
-        self._pins[heir] = pins
+                mine[entry] = None
         self._ends.set(heir, max(until, self._ends.until(heir)))
 
     def unpin(self, owner: Owner, keys: Iterable[bytes] | None) -> list[DirectoryEntry]:

@@ -250,14 +250,20 @@ class Reserved(NamedTuple):
 
 
 def take(pool: Pool, owner: Owner, objects: Mapping[bytes, NewObject]) -> Reserved | None:
-    """Pin what is stored of these and reserve room for what nobody writes. None: there is no room, nothing is taken."""
-    places = pool.acquire(list(objects), owner, math.inf)
+    """Pin what is stored of these and reserve room for what nobody writes. None: there is no room, nothing is taken.
+
+    What `owner` has pinned and reserved before stays its own.
+    """
+    # Pinned by another name until there is room: `owner` may pin the same, as pieces of what it took before.
+    taking = ("taking", owner)
+    places = pool.acquire(list(objects), taking, math.inf)
     missing = [new for new, place in zip(objects.values(), places, strict=True) if place is None]
     room = pool.reserve(missing, owner)
     if any(place.outcome in (ReserveStatus.FULL, ReserveStatus.TOO_LARGE) for place in room):
         pool.revoke([new.key for new in missing], owner)
-        pool.release(owner)
+        pool.release(taking)
         return None
+    pool.transfer_pins(taking, owner, math.inf)
     pending = {new.key for new in missing}
     reserved = zip(missing, room, strict=True)
     reserved_here = {new.key for new, place in reserved if place.outcome is ReserveStatus.RESERVED}
