@@ -41,6 +41,21 @@ def test_where_the_total_is_used_up_those_that_keep_most_are_refused() -> None:
     small.release()
 
 
+def test_what_is_always_counted_has_a_bound_too() -> None:
+    every = accounts()
+    mine, other = every.of("a"), every.of("b")
+    for _ in range(2 * SHARE // ENTRY_BYTES):
+        mine.charge("an end", always=True)
+    assert not mine.overdrawn
+    for _ in range((2 * TOTAL - 2 * SHARE) // ENTRY_BYTES + 1):
+        other.charge("an end", always=True)
+    assert mine.overdrawn and not other.overdrawn, "of the total, more than an equal part"
+    every.close("b")
+    assert not mine.overdrawn
+    mine.charge("an end", always=True)
+    assert mine.overdrawn
+
+
 async def test_much_ends_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """However much a client has kept, the loop goes on between two ends; what another keeps ends in its turn."""
     monkeypatch.setattr(account, "SLICE_S", 0.0)  # a slice is one

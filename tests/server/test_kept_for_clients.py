@@ -6,14 +6,17 @@ import os
 import struct
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from e2e.hostile import U32, Hostile
 from e2e.known import eventually, small_spec
 
+from layerflow.config.settings import Settings
 from layerflow.server import EmbeddedServer
-from layerflow.server.account import ENTRY_BYTES
+from layerflow.server.account import ENTRY_BYTES, OVERDRAFT, Account
 from layerflow.server.handlers.handoffs import open_handoff
+from layerflow.server.mailboxes import MAX_WAITING, Mailboxes, next_turn
 from layerflow.server.plans import MOST_UNUSED
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
@@ -204,3 +207,73 @@ def test_a_long_hand_off_is_opened_in_slices_and_closed_with_its_client(embed: E
     client.close()
     assert eventually(lambda: server.call(lambda: server.server.pool.statistics().half_written) == 0)
     worker.agent.close()
+
+
+class Busy:
+    """A message of a client's that goes on until it is let go, so that what the client says next waits.
+
+    :param fill: keep as much more for the client as it may keep: messages that wait, or bytes.
+    """
+
+    def __init__(self, server: EmbeddedServer, number: int, fill: str = "") -> None:
+        self._done = False
+        session = server.call(lambda: server.server.sessions.get(number))
+        self.account: Account = session.account  # type: ignore[attr-defined]
+        server.call(lambda: self._begin(server.server.mailboxes, fill))
+
+    def _begin(self, mailboxes: Mailboxes, fill: str) -> None:
+        mailboxes.start(self.account, self._work())
+        for _ in range(MAX_WAITING - 1 if fill == "messages" else 0):
+            mailboxes.start(self.account, self._nothing())
+        if fill == "bytes":
+            self.account.charge("all that it may keep", SHARE, always=True)
+
+    async def _work(self) -> None:
+        while not self._done:
+            await next_turn()
+
+    async def _nothing(self) -> None:
+        pass
+
+    def let_go(self) -> None:
+        self._done = True
+
+
+@pytest.mark.parametrize("fill", ["messages", "bytes"])
+def test_a_step_ends_however_much_its_worker_keeps(embed: Embed, fill: str) -> None:
+    """The worker says once that a batch has ended: refused, the step would stay open with its room."""
+    server = embed(**(SMALL if fill == "bytes" else {}))
+    with worker_on(server, spec=SPEC) as worker:
+        run = worker.admit(worker.prompt(64))
+        with worker.agent.open_step([run.request()], 30.0) as step:
+            assert eventually(lambda: server.call(lambda: server.server.driver.open_steps) == 1)
+            number = server.call(lambda: next(one.number for one in server.server.sessions if one.memory))
+            busy = Busy(server, number, fill)
+            entries = busy.account.entries
+            worker.forward(step, [run])
+        assert eventually(lambda: busy.account.entries > entries, 10.0), "its report waits with the others"
+        busy.let_go()
+        assert worker.agent.wait_idle(run.name, 30.0)
+        assert worker.agent.poll().saved == (run.name,)
+        assert server.call(lambda: server.server.pool.statistics().half_written) == 0
+
+
+def test_a_flood_of_what_ends_something_ends_its_client_alone(client_of: Clients, tmp_path: Path) -> None:
+    limits = {name.partition("__")[2]: value for name, value in SMALL.items()}
+    with EmbeddedServer(Settings(server=limits), f"ipc://{tmp_path}/control") as server:
+        hostile, other = client_of(server), client_of(server)
+        busy = Busy(server, hostile.number)
+        flood = wire.Report(done=[1 << 40] * 20_000)
+        nbytes = len(codec.encode(flood))
+        for _ in range(2 * OVERDRAFT * SHARE // nbytes):
+            hostile.say(flood)
+        door = server.server._doors["local"]
+        assert eventually(lambda: server.call(lambda: door.statistics().hung_up_on) == 1, 10.0)
+        assert busy.account.nbytes <= OVERDRAFT * SHARE + nbytes + ENTRY_BYTES
+        other.beat()
+        assert server.call(lambda: server.server.sessions.get(hostile.number)) is not None
+        busy.let_go()
+        assert eventually(lambda: server.call(lambda: server.server.sessions.get(hostile.number)) is None)
+        other.say(other.lookup("one", [os.urandom(16)]))
+        assert isinstance(other.hear(wire.Found), wire.Found)
+        other.conversation.dealer.close()

@@ -61,6 +61,10 @@ class Charge:
         self.account.release(self)
 
 
+OVERDRAFT = 2
+"""What ends something is counted even where it does not fit: a client may come to so many times its share by that."""
+
+
 @dataclass(frozen=True, slots=True)
 class Allowance:
     """What may be kept, in bytes: by one client, and by all together."""
@@ -135,6 +139,11 @@ class Account:
         return True
 
     @property
+    def overdrawn(self) -> bool:
+        """Has what is counted even where it does not fit come to :data:`OVERDRAFT` times what this client may keep?"""
+        return self._accounts.overdrawn(self)
+
+    @property
     def closed(self) -> bool:
         """The client has ended."""
         return self._closed
@@ -207,6 +216,14 @@ class Accounts:
             trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
             if trim is not None:
                 asyncio.get_running_loop().run_in_executor(None, trim, 0)
+
+    def overdrawn(self, account: Account) -> bool:
+        """See :attr:`Account.overdrawn`."""
+        allowed = self._allowance()
+        if account.nbytes > OVERDRAFT * allowed.share:
+            return True
+        total = OVERDRAFT * allowed.total
+        return self.nbytes > total and account.nbytes > total // max(1, len(self._accounts))
 
     def check(self, account: Account, what: str, nbytes: int) -> None:
         """May this be kept for a client?

@@ -251,6 +251,7 @@ class Server:
             metrics=self.metrics,
             slow_steps=SlowSteps(lambda: self.settings.log.slow_step_ms / 1e3),
             send=self._send,
+            hang_up=self._hang_up,
             terms=self._terms,
             status=self.status,
             arena_bytes=self._arena.nbytes,
@@ -604,6 +605,14 @@ class Server:
         if unlogged is not None:
             kind = type(message).__name__
             self._log.warning("message_undeliverable", session=session.number, kind=kind, unlogged=unlogged)
+
+    def _hang_up(self, session: AnySession, why: str) -> bool:
+        name, identity = session.address
+        door = self._doors.get(name)
+        if not isinstance(door, Door):
+            return False
+        door.hang_up(identity, why)
+        return True
 
     def _send_number(self, number: int, message: Message) -> None:
         session = self.sessions.get(number)

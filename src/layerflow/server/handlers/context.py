@@ -12,7 +12,7 @@ from layerflow.observe.metrics import Metrics
 from layerflow.observe.slow_steps import SlowSteps
 from layerflow.pool.base import Pool
 from layerflow.server.chunk_journal import ChunkJournal
-from layerflow.server.clients import ClientSession, Sessions
+from layerflow.server.clients import AnySession, ClientSession, Sessions
 from layerflow.server.driver import Driver
 from layerflow.server.handoffs.registry import Handoffs
 from layerflow.server.mailboxes import Mailboxes
@@ -33,6 +33,7 @@ class ServerContext:
     """What the handlers work on.
 
     :param send: queue a message for a session.
+    :param hang_up: end a client's connection, for this reason; False: it is one of this process's own, which has none.
     :param journal: what engines have said of their chunks, and what became of these.
     :param handoffs: what is kept for decode engines.
     :param pd: the settings of prefill and decode apart.
@@ -55,6 +56,7 @@ class ServerContext:
     metrics: Metrics
     slow_steps: SlowSteps
     send: Callable[[ClientSession, Message], None]
+    hang_up: Callable[[AnySession, str], bool]
     terms: Callable[[], wire.Terms]
     status: Callable[[], dict[str, object]]
     arena_bytes: int

@@ -19,7 +19,7 @@ from layerflow.flow.events import (
     SessionOpened,
 )
 from layerflow.recording.format import LookupsMissed, SessionGone
-from layerflow.server.account import Refused
+from layerflow.server.account import OVERDRAFT, Refused
 from layerflow.server.clients import AnySession, ClientSession, Reader
 from layerflow.server.handlers.chunks import describe_chunks, read_chunks
 from layerflow.server.handlers.context import ServerContext
@@ -43,8 +43,11 @@ MOST_MISSED, MOST_MISSED_TOKENS = 1 << 20, 1 << 40
 BUGS = (ArithmeticError, LookupError, TypeError, ValueError, RecursionError)
 """No message may take the loop, nor its sender's patience: a bug costs that one request."""
 
-ENDING = (wire.DropLease, wire.EndHandoff, wire.ReleaseHandoff, wire.Abort, wire.Bye)
-"""Small messages that end something: they are taken however much a client keeps."""
+ENDING = (wire.Report, wire.DropLease, wire.EndHandoff, wire.ReleaseHandoff, wire.Abort, wire.Bye)
+"""What ends something is taken however much a client keeps: it is not said twice. Past an overdraft
+(:attr:`layerflow.server.account.Account.overdrawn`) the client is hung up on."""
+
+OVERDRAWN = f"its messages that wait take {OVERDRAFT} times what it may keep"
 
 
 class Handlers:
@@ -61,8 +64,12 @@ class Handlers:
     def handle(self, session: AnySession, message: ToServer, nbytes: int = 0) -> None:
         """Do what the message asks, or answer with a Problem; behind the client's other messages.
 
+        A client that keeps far too much is hung up on instead.
+
         :param nbytes: of the message.
         """
+        if session.account.overdrawn and self._context.hang_up(session, OVERDRAWN):
+            return
         if isinstance(session, Reader):
             self._lending.receive(session, message, self._dispatch_reader, nbytes)
             return

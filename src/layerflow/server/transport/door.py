@@ -205,6 +205,12 @@ class Door:
             return False
         return self._write(connection, connection.zmtp.frame(frame))
 
+    def hang_up(self, identity: bytes, why: str) -> None:
+        """End a client's connection; nothing happens if it has ended."""
+        connection = self._connections.get(identity)
+        if connection is not None:
+            self._hang_up(connection, why)
+
     def key_of(self, identity: bytes) -> bytes:
         """The public key in Z85 that a client has shown and is admitted by; empty = it has shown none."""
         connection = self._connections.get(identity)
