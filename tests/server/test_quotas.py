@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from e2e.hostile import DIGEST, U32, Hostile
@@ -16,6 +17,7 @@ from layerflow.agent import Control
 from layerflow.agent.handshake import Handshake, dial
 from layerflow.errors import DeadlineExceeded
 from layerflow.server import EmbeddedServer
+from layerflow.server.plans import PinnedHits
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
 from server.support import Embed, observe, worker_on
@@ -95,6 +97,49 @@ def test_a_finished_step_counts_no_more(embed: Embed) -> None:
         for saved in range(1, 4):
             worker.serve(worker.prompt(40))
             assert eventually(lambda saved=saved: server.server.pool.statistics().commits == 3 * saved)
+
+
+def test_a_step_that_is_refused_ends_the_plans_of_its_hits(embed: Embed) -> None:
+    server = embed(server__max_open_steps=1)
+    with worker_on(server, spec=small_spec()) as worker:
+        chain = worker.prompt(40)
+        worker.serve(chain)
+        staying = worker.admit(worker.prompt(40))
+        with worker.agent.open_step([staying.request()], PATIENCE_S) as first:
+            for _ in range(3):
+                run = worker.admit(chain)
+                assert run.hit.plan is not None
+                with worker.agent.open_step([run.request(save=False)], PATIENCE_S) as step:
+                    assert step.residents is not None, "its loads begin before the server has answered"  # type: ignore[union-attr]
+                    assert worker.agent.wait_idle(run.name, PATIENCE_S)
+                worker.agent.abort(run.name)
+                worker.agent.drop_lease(run.name)
+            assert eventually(lambda: not server.call(lambda: len(server.server._server_context.plans)))
+            assert not [owner for owner in server.call(server.server.pool.owners) if owner[0] in ("plan", "lease")]
+            assert worker.forward(first, [staying]) == 0
+
+
+@pytest.mark.parametrize("last", ["moved", "gone", "opened"])
+def test_loads_of_a_refused_step_that_have_begun_keep_their_objects(last: str) -> None:
+    pool, asker = Mock(), Mock(engine="e", hit_leases={}, number=1)
+    plans = PinnedHits(pool)
+    for request in ("r", "other"):
+        plans.keep(asker, request, [2, 3], "lookup", Mock())
+    plans.refused("e", ["r"], 2, 7)
+    plans.opened("e", "r", 3)
+    plans.drop_told(asker, "r")
+    plans.moved(2, 6)
+    plans.moved(3, 7)
+    assert len(plans) == 2, "worker 2 may still read them"
+    if last == "moved":
+        plans.moved(2, 7)
+    elif last == "gone":
+        plans.gone(Mock(number=2), 0.0)
+    else:
+        plans.opened("e", "r", 2)
+    assert len(plans) == 1 and pool.release.call_count == 1
+    plans.moved(2, 7)
+    assert len(plans) == 1 and not plans._refused
 
 
 def test_each_limit_of_a_lookup(embed: Embed, client_of: Any) -> None:

@@ -1,8 +1,8 @@
 """Plans: hits whose places were told. What they name stays where it is, whatever time passes and whoever is aborted.
 
 A plan pins its objects until every worker of its engine that was attached then has opened its last step with it (the
-step pins what it loads), or is gone, or until whoever asked says that it is not used. If whoever asked
-hangs up, what no worker has used by then becomes a lease again, which runs out.
+step pins what it loads), or was refused that step and moves nothing of it, or is gone, or until whoever asked says that
+it is not used. If whoever asked hangs up, what no worker has used by then becomes a lease again, which runs out.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 import secrets
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 
 from layerflow.pool.base import Owner, Pool
 from layerflow.server.account import Charge
@@ -29,7 +29,8 @@ class PinnedHit:
     :param asker: the client that it was told.
     :param workers: numbers of the sessions that may still open a step with it.
     :param charge: of the asker, for what is kept.
-    :param used: a worker has opened a step with it.
+    :param used: a worker has opened a step with it, or was refused it.
+    :param refused: by worker, its step with this plan that was refused and whose loads it may still move.
     """
 
     number: int
@@ -38,6 +39,7 @@ class PinnedHit:
     workers: set[int]
     charge: Charge
     used: bool = False
+    refused: dict[int, int] = field(default_factory=dict)
 
     @property
     def engine(self) -> str:
@@ -82,6 +84,7 @@ class PinnedHits:
         self._numbers = itertools.count(secrets.randbits(48) + numbers.first)
         self._plans: dict[int, PinnedHit] = {}
         self._by_request: dict[tuple[str, str], set[int]] = {}
+        self._refused: dict[tuple[int, int], set[int]] = {}  # plans by worker and step
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -107,6 +110,26 @@ class PinnedHits:
         """A worker has opened its last step with the request's plans; what it loads, the step pins."""
         for number in list(self._by_request.get((engine, request), ())):
             self._plans[number].used = True
+            self._leave(self._plans[number], worker)
+
+    def refused(self, engine: str, requests: Iterable[str], worker: int, step: int) -> None:
+        """A worker may not open its last step with these requests' plans, by which it has begun to load.
+
+        Until it says that this has ended, the plans pin. It finds out by the generations in the arena where an object
+        is replaced, but on a device only behind the copy, which the engine may have been told is ready by then.
+        """
+        for request in requests:
+            for number in self._by_request.get((engine, request), ()):
+                plan = self._plans[number]
+                plan.used = True
+                if worker in plan.workers:
+                    self._forget_refused(plan, worker)
+                    plan.refused[worker] = step
+                    self._refused.setdefault((worker, step), set()).add(number)
+
+    def moved(self, worker: int, step: int) -> None:
+        """A worker's loads by plans have ended; where the step was refused, nothing else ends its plans."""
+        for number in list(self._refused.get((worker, step), ())):
             self._leave(self._plans[number], worker)
 
     def drop(self, engine: str, number: int, until: float | None = None) -> None:
@@ -139,11 +162,22 @@ class PinnedHits:
 
     def _leave(self, plan: PinnedHit, worker: int) -> None:
         if worker in plan.workers:
+            self._forget_refused(plan, worker)
             plan.workers.remove(worker)
             if not plan.workers:
                 self._end(plan)
 
+    def _forget_refused(self, plan: PinnedHit, worker: int) -> None:
+        step = plan.refused.pop(worker, None)
+        if step is not None:
+            mine = self._refused[worker, step]
+            mine.remove(plan.number)
+            if not mine:
+                del self._refused[worker, step]
+
     def _end(self, plan: PinnedHit, until: float | None = None) -> None:
+        for worker in list(plan.refused):
+            self._forget_refused(plan, worker)
         del self._plans[plan.number]
         plan.charge.release()
         mine = self._by_request[plan.engine, plan.request]

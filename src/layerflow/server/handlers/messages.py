@@ -26,7 +26,7 @@ from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handlers.forget import purge, reset_engine
 from layerflow.server.handlers.handoffs import end_handoff, keep_part, open_handoff, release_handoff, watch_handoff
 from layerflow.server.handlers.lookups import LookupHandler
-from layerflow.server.handlers.steps import open_step, report, tell
+from layerflow.server.handlers.steps import open_step, report, step_refused, tell
 from layerflow.server.plans import is_lease_of, lease_owner
 from layerflow.server.recorder import session_note
 from layerflow.server.spans import trace_workers
@@ -152,6 +152,8 @@ class Handlers:
         unlogged = self._context.log_limit.admit(time.monotonic())
         if unlogged is not None:
             self._log.warning("message_refused", session=session.number, code=code, error=str(error), unlogged=unlogged)
+        if isinstance(message, wire.OpenStep):
+            step_refused(self._context, session, message)
         number = getattr(message, "id", getattr(message, "step", -1))
         self._context.send(session, wire.Problem(number, code, str(error)))
 

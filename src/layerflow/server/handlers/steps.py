@@ -95,10 +95,25 @@ async def open_step(context: ServerContext, session: ClientSession, message: wir
         owner = lease_owner(session.engine, request)
         context.pool.release(owner, keys)
         context.driver.incoming.drop_lease(owner, keys)
-    more = {part.request for part in message.loads if part.more}
-    for request in {part.request: None for part in message.loads if part.request not in more}:
+    for request in _last_of(message):
         context.plans.opened(session.engine, request, session.number)
     context.metrics.step_opened(session.labels, full=opening.full, missing=opening.missing)
+
+
+def step_refused(context: ServerContext, session: ClientSession, message: wire.OpenStep) -> None:
+    """A step that was not opened uses its hits' plans up all the same: the worker names them once."""
+    requests = _last_of(message)
+    if message.planned:
+        context.plans.refused(session.engine, requests, session.number, message.step)
+        return
+    for request in requests:  # it moves nothing before the answer, which says that it never will
+        context.plans.opened(session.engine, request, session.number)
+
+
+def _last_of(message: wire.OpenStep) -> list[str]:
+    """Requests whose plans the worker opens no further step with."""
+    more = {part.request for part in message.loads if part.more}
+    return list({part.request: None for part in message.loads if part.request not in more})
 
 
 def _plan(context: ServerContext, session: ClientSession, message: wire.OpenStep, checked: CheckedStep) -> PlannedStep:
@@ -138,6 +153,8 @@ async def report(context: ServerContext, session: ClientSession, message: wire.R
                 unlogged=unlogged,
             )
     context.driver.time_batches(session.number, message)
+    for moved in message.moved:
+        context.plans.moved(session.number, moved.step)
     await tell(context, _events(session.number, message))
     for figures in message.figures:
         if not all(0 <= value < MOST_MEASURED for value in msgspec.structs.astuple(figures)[1:]):
