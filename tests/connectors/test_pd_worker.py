@@ -156,7 +156,7 @@ def test_a_failed_load_is_told_by_request_where_it_starts_over(
 def test_saves_that_a_decode_engine_waits_for_are_not_deferred(
     promised: bool, side: worker.WorkerSide, agent: FakeAgent
 ) -> None:
-    planner, plan = SavePlanner(spec_of(), [0], Options()), StepPlan()
+    planner, plan = SavePlanner(spec_of(), [0], [BLOCK], Options()), StepPlan()
     followed = tracked(request(REQUEST, 2 * BLOCK), spec_of())
     if promised:
         part = PrefillPart(handoff="h", convention=Convention.TWO_PHASE, prompt="")
@@ -170,7 +170,7 @@ def test_saves_that_a_decode_engine_waits_for_are_not_deferred(
 
 def test_a_step_that_loads_a_hand_off_saves_nothing_for_another(side: worker.WorkerSide, agent: FakeAgent) -> None:
     """Else two engines could wait for each other's saves, each for its own loads first."""
-    planner, plan = SavePlanner(spec_of(), [0], Options()), loading()
+    planner, plan = SavePlanner(spec_of(), [0], [BLOCK], Options()), loading()
     prefilled = tracked(request("p", 2 * BLOCK), spec_of())
     part = PrefillPart(handoff="h", convention=Convention.TWO_PHASE, prompt="")
     prefilled.handoff = PrefillHandoff(part, 2 * BLOCK)

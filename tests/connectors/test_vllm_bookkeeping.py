@@ -113,7 +113,7 @@ class World(RuleBasedStateMachine):
         self.patch.setattr(scheduler, "LoadPolicy", lambda *_: advisor)
         self.patch.setattr(worker, "TransferStats", SimpleNamespace)
         spec = spec_of()
-        self.side = SchedulerSide(Options(), "engine", 1, can_fail_in_background=True)
+        self.side = SchedulerSide(Options(), "engine", [spec.groups[0].block_size], can_fail_in_background=True)
         self.side.meet_workers([WorkerLayout(msgspec.msgpack.encode(spec), (0,), "ipc://x")] * RANKS)
         self.agents = [FakeAgent() for _ in range(RANKS)]
         layout: Any = SimpleNamespace(spec=spec, numbers={}, vllm_groups=(0,))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 
 import pytest
-from vllm_fakes import BlockState, output, pieces, request, spec_of, tracked
+from vllm_fakes import BLOCK, BlockState, output, pieces, request, spec_of, tracked
 
 from layerflow.connectors.vllm.options import Options
 from layerflow.connectors.vllm.plan import LazySaves, StepPlan
@@ -16,7 +16,7 @@ BLOCKS = [11, 12, 13, 14, 15]
 
 def planned() -> LazySaves:
     """What a prompt of 150 tokens saves; its fifth block holds the last 22."""
-    planner = saves.SavePlanner(spec_of(), [0], Options())
+    planner = saves.SavePlanner(spec_of(), [0], [BLOCK], Options())
     planner.open(tracked(request("r", 150), spec_of()))
     plan = StepPlan()
     planner.step(output({"r": 150}, state=BlockState({"r": (list(BLOCKS),)})), plan)

@@ -188,7 +188,7 @@ def test_a_promised_load_that_no_plan_has_is_taken_back(
 ) -> None:
     """From vLLM's hooks on the scheduler's side, by the workers' report, to its scheduler."""
     made = House(*[FULL, msgspec.structs.replace(FULL, layers=(2, 3))][:groups], mode="layerwise")
-    made.side.step_loads = StepLoads(groups, recovers=True)
+    made.side.step_loads = StepLoads([BLOCK] * groups, recovers=True)
     made.side.step_loads.meet_workers([layout(made.side.spec)])
     made.side.step_loads.seen(hooked(made.side.spec))
     asked = made.arrive("r", 150, Hit(HIT, plan=PinnedPlaces(1, 1, np.zeros((2, 2, 1, 2), np.uint64), -1)))

@@ -206,9 +206,9 @@ class Replay(RuleBasedStateMachine):
         patch.setattr(scheduler, "LoadPolicy", lambda *_: policy)
         patch.setattr(worker, "TransferStats", SimpleNamespace)
         patch.setattr(worker, "RECLAIM_S", 0.05)
-        self.side = SchedulerSide(
-            Options(), "engine", len(set(self.model.vllm)), can_fail_in_background=True, recovers=several
-        )
+        sizes = {vllm: group.block_size for vllm, group in zip(self.model.vllm, spec.groups, strict=True)}
+        block_tokens = [sizes[vllm] for vllm in sorted(sizes)]
+        self.side = SchedulerSide(Options(), "engine", block_tokens, can_fail_in_background=True, recovers=several)
         self.side.meet_workers([WorkerLayout(msgspec.msgpack.encode(spec), self.model.vllm, "ipc://nowhere")])
         layout: Any = SimpleNamespace(
             spec=spec, numbers={name: at for at, name in enumerate(self.model.names)}, vllm_groups=self.model.vllm

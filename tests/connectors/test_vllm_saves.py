@@ -24,7 +24,7 @@ class Following:
     """One request, followed from step to step by a planner of its own."""
 
     def __init__(self, tokens: int, options: Options | None = None, hit: Hit | None = None, **changed: Any) -> None:
-        self.planner = SavePlanner(spec_of(), [0], options or Options())
+        self.planner = SavePlanner(spec_of(), [0], [BLOCK], options or Options())
         self.vllm = request("r", tokens, **changed)
         self.tracked: RequestState = tracked(self.vllm, spec_of())
         self.planner.open(self.tracked)
@@ -168,7 +168,7 @@ class TestRecurrentState:
 
     def plan(self, tokens: int, scheduled: int, offers: list[tuple[int, int, int]], options: Options | None = None):
         spec = spec_of(FULL, STATE)
-        planner = SavePlanner(spec, [0, 1], options or Options())
+        planner = SavePlanner(spec, [0, 1], [group.block_size for group in spec.groups], options or Options())
         self.tracked = tracked(request("r", tokens), spec)
         planner.open(self.tracked)
         plan = StepPlan()
@@ -209,7 +209,7 @@ class TestFreshBlocks:
         return following.planner
 
     def test_none_where_nothing_was_saved(self) -> None:
-        planner = SavePlanner(spec_of(), [0], Options())
+        planner = SavePlanner(spec_of(), [0], [BLOCK], Options())
         assert planner.fresh(output({}, new=[("a", ([1, 2],), 0)]), []) == ()
 
     def test_until_every_rank_has_ended_its_saves_however_long_they_take(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,12 +240,23 @@ class TestFreshBlocks:
     def test_what_one_group_has_freed_is_another_ones_next_block(self) -> None:
         """VLLM lays its groups over one memory."""
         spec = spec_of(FULL, STATE)
-        planner, vllm = SavePlanner(spec, [0, 1], Options()), request("r", 150)
+        planner = SavePlanner(spec, [0, 1], [group.block_size for group in spec.groups], Options())
+        vllm = request("r", 150)
         planner.open(tracked(vllm, spec))
         state = BlockState({"r": (BLOCKS, BLOCKS)}, {"r": [(1, 7, 128)]})
         planner.step(output({"r": 150}, state=state), StepPlan())
         fresh = planner.fresh(output({}, new=[("a", ([1, 2], [3, 0]), 0)]), [])
         assert [set(ids) for ids in fresh] == [{1, 2, 3}] * 2
+
+    def test_of_a_group_that_is_not_moved(self) -> None:
+        """A draft that is left out has a group of its own where its blocks have another length."""
+        planner = SavePlanner(spec_of(), [0], [BLOCK, 2 * BLOCK], Options())
+        planner.open(tracked(request("r", 150), spec_of()))
+        planner.step(output({"r": 150}, new=[("r", (BLOCKS, [41, 42, 43]), 0)]), StepPlan())
+        new = output({}, new=[("a", ([1, 2, 3], [4, 5]), 2 * BLOCK)])
+        assert [set(ids) for ids in planner.fresh(new, [])] == [{3, 5}]
+        grown = output({}, cached=[("a", ([], [7]), 100, False)])
+        assert [set(ids) for ids in planner.fresh(grown, [])] == [{7}]
 
     def test_nothing_is_overwritten(self) -> None:
         assert self.planner().fresh(output({}, cached=[("a", None, 100, False)]), []) == ()

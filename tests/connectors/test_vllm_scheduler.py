@@ -91,7 +91,8 @@ class House:
     ) -> None:
         spec = msgspec.structs.replace(spec_of(*groups, content=content), shard=Shard(drafts=drafts))
         count = len(spec.groups)
-        self.side = SchedulerSide(Options(**options), "engine", count, can_fail_in_background=fails, handoffs=handoffs)
+        sizes = [group.block_size for group in spec.groups]
+        self.side = SchedulerSide(Options(**options), "engine", sizes, can_fail_in_background=fails, handoffs=handoffs)
         layout = WorkerLayout(msgspec.msgpack.encode(spec), tuple(range(count)), "ipc:///nowhere")
         self.side.meet_workers([layout] * ranks)
         self.side.step_loads.seen(hooked(spec, ranks))
@@ -309,7 +310,7 @@ class TestPlan:
         assert pieces(plan.saves.parts) == [("r", 0, [([11, 12], 64), ([13, 14], 64), ([15], 22)])]
 
     def test_before_the_workers_are_there_nothing_moves(self) -> None:
-        side = SchedulerSide(Options(), "engine", 1, can_fail_in_background=True)
+        side = SchedulerSide(Options(), "engine", [BLOCK], can_fail_in_background=True)
         side.arrived(request("r", 10))
         assert side.plan(output({"r": 10})).idle
 
@@ -329,7 +330,7 @@ class TestIntroduction:
 
     def test_what_is_not_supported_is_named(self) -> None:
         with capture_logs() as logs:
-            side = SchedulerSide(Options(), "0b8f", 2, name="llama/host/dp0", can_fail_in_background=False)
+            side = SchedulerSide(Options(), "0b8f", [BLOCK] * 2, name="llama/host/dp0", can_fail_in_background=False)
             side.meet_workers([WorkerLayout(msgspec.msgpack.encode(spec_of()), (0,), "ipc:///nowhere")])
         (told,) = [entry for entry in logs if entry["event"] == "connector_ready"]
         assert (told["engine"], told["loads"]) == ("llama/host/dp0", False)
@@ -493,7 +494,7 @@ class TestLateLayouts:
     """In a MultiConnector the workers' layouts come with the first step's report, not with the handshake."""
 
     def side(self, ranks: int = 1) -> tuple[SchedulerSide, list[WorkerLayout]]:
-        side = SchedulerSide(Options(), "engine", 1, can_fail_in_background=True)
+        side = SchedulerSide(Options(), "engine", [BLOCK], can_fail_in_background=True)
         spec = msgspec.structs.replace(spec_of(), shard=Shard(0, ranks))
         side.meet_workers([])  # what another connector has handed out
         return side, [WorkerLayout(msgspec.msgpack.encode(spec), (0,), "ipc:///nowhere")] * ranks
@@ -520,6 +521,20 @@ class TestLateLayouts:
         side, layouts = self.side(ranks=2)
         one = WorkerReport(layouts=tuple(layouts[:1]))
         self.hear(side, one.aggregate(one))
+        assert side.spec is not None
+
+    @pytest.mark.parametrize("slow", [0, 1])
+    def test_a_handshake_that_has_one_place_for_several_ranks(self, slow: int) -> None:
+        """VLLM's has where ranks share a prompt's computation: whoever told it last stands for both."""
+        side, layouts = self.side(ranks=2)
+        made = request("r", 150)
+        side.meet_workers(layouts[:1])
+        side.arrived(made)
+        assert side.spec is None and side.matched(made, 0) == (None, False), "a step brings the others'"
+        told = [WorkerReport(layouts=(NOT_NAMED if rank == slow else layouts[rank],)) for rank in range(2)]
+        self.hear(side, told[0].aggregate(told[1]))
+        assert side.spec is None and side.matched(made, 0) == (0, False), "one rank's weights have no digest yet"
+        self.hear(side, WorkerReport(layouts=(layouts[slow],)))
         assert side.spec is not None
 
     def test_a_worker_that_tells_nothing_costs_one_step(self) -> None:
@@ -583,7 +598,7 @@ class TestUnnamedWeights:
         assert side.spec is not None and side.spec.content != spec_of().content
 
     def test_an_engine_that_may_not_reuse_asks_nobody(self) -> None:
-        side = SchedulerSide(Options(), "engine", 1, can_fail_in_background=True, reuses=False)
+        side = SchedulerSide(Options(), "engine", [BLOCK], can_fail_in_background=True, reuses=False)
         side.meet_workers([])
         made = request("r", 150)
         side.arrived(made)
@@ -725,7 +740,7 @@ class TestReset:
         assert serve("found again", 64).saves, "vLLM's cache holds nothing of before any more"
 
     def test_weights_that_change_before_the_workers_are_known(self) -> None:
-        side = SchedulerSide(Options(), "engine", 1, can_fail_in_background=True)
+        side = SchedulerSide(Options(), "engine", [BLOCK], can_fail_in_background=True)
         layout = WorkerLayout(msgspec.msgpack.encode(spec_of()), (0,), "ipc:///nowhere")
         side.reset()
         side.meet_workers([layout])

@@ -18,7 +18,7 @@ import torch
 from device.simulated import Machine
 from device.streaming import HERE, LAYERS, PATIENCE_S, PATIENT, SPEC, THERE, TOKENS, Engine
 from e2e.known import eventually
-from vllm_fakes import request, spec_of, tracked
+from vllm_fakes import BLOCK, request, spec_of, tracked
 
 from layerflow import EmbeddedServer, StepRequest
 from layerflow.agent.descriptors import PartDescriptor, describe_loads, describe_saves
@@ -485,7 +485,7 @@ class TestSeeing:
 
     def test_the_scheduler_waits_for_all_ranks(self) -> None:
         spec = msgspec.structs.replace(spec_of(MAIN, INDEX), shard=Shard(0, 2))
-        loads = StepLoads(1, recovers=False)
+        loads = StepLoads([BLOCK], recovers=False)
         loads.meet_workers([WorkerLayout(msgspec.msgpack.encode(spec), (0, 0), "ipc:///nowhere")] * 2)
         hit = SimpleNamespace(plan=None)
         seen = (Asking.BY_LAYER, Asking.BEFORE)

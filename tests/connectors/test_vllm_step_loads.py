@@ -40,7 +40,7 @@ class TestWhere:
         ],
     )
     def test_in_the_step(self, groups: int, recovers: bool, hit: Hit, allowed: bool) -> None:
-        loads = StepLoads(groups, recovers=recovers)
+        loads = StepLoads([BLOCK] * groups, recovers=recovers)
         loads.meet_workers([layout(spec_of()), layout(spec_of())])
         loads.seen(hooked(spec_of()))
         assert loads.may(hit, 200) is allowed
@@ -49,7 +49,7 @@ class TestWhere:
     @pytest.mark.parametrize(("groups", "hit"), [(1, Hit(128)), (2, RESIDENT)])
     def test_never_where_a_worker_may_fail_and_take_its_report_with_it(self, groups: int, hit: Hit) -> None:
         """vLLM's ``--enable-fault-tolerance``: what has failed to load would stay in vLLM's own prefix cache."""
-        loads = StepLoads(groups, recovers=True, keeps_reports=False)
+        loads = StepLoads([BLOCK] * groups, recovers=True, keeps_reports=False)
         loads.meet_workers([layout(spec_of())])
         loads.seen(hooked(spec_of()))
         assert not loads.may(hit, 200)
@@ -70,7 +70,7 @@ class TestWhere:
         self, tokens: int, ahead: int, free: int, allowed: bool
     ) -> None:
         """vLLM counts a block less of each group of states than it takes."""
-        loads = StepLoads(2, recovers=True)
+        loads = StepLoads([BLOCK] * 2, recovers=True)
         loads.meet_workers([layout(spec_of(FULL, STATE))])
         loads.seen(hooked(spec_of(FULL, STATE)))
         assert loads.may(RESIDENT, tokens), "vLLM has not told how many there are"
@@ -78,16 +78,26 @@ class TestWhere:
         assert loads.may(RESIDENT, tokens) is allowed
 
     def test_other_groups_are_counted_by_vllm(self) -> None:
-        loads = StepLoads(2, recovers=True)
+        loads = StepLoads([BLOCK] * 2, recovers=True)
         loads.meet_workers([layout(spec_of(FULL, SLIDING))])
         loads.seen(hooked(spec_of(FULL, SLIDING)))
         loads.meet_blocks(lambda: 0, 0)
         assert loads.may(RESIDENT, 150)
 
+    def test_groups_that_are_not_moved_take_blocks_too(self) -> None:
+        """A left-out draft's, of blocks twice as long: two of them for 100 tokens, beside four of the model's."""
+        loads = StepLoads([BLOCK, BLOCK, 2 * BLOCK], recovers=True)
+        loads.meet_workers([layout(spec_of(FULL, STATE))])
+        loads.seen(hooked(spec_of(FULL, STATE)))
+        for free, background, in_the_step in ((6, False, False), (7, True, False), (9, True, False), (10, True, True)):
+            loads.meet_blocks(lambda free=free: free, 0)
+            assert loads.has_blocks(100) is background
+            assert loads.may(RESIDENT, 100) is in_the_step
+
 
 class TestWhoseLoadsHaveFailed:
     def planned(self) -> StepLoads:
-        loads = StepLoads(2, recovers=True)
+        loads = StepLoads([BLOCK] * 2, recovers=True)
         loads.planned(7, "r", 32, ([1, 2], [3, 4]))
         return loads
 

@@ -36,7 +36,7 @@ class Engine:
     def __init__(self, server: EmbeddedServer, ranks: int) -> None:
         self.worker = KnownWorker(server.endpoint, context=server.context)
         spec = self.worker.spec
-        self.side = SchedulerSide(Options(), "e2e", 1, can_fail_in_background=True)
+        self.side = SchedulerSide(Options(), "e2e", [spec.groups[0].block_size], can_fail_in_background=True)
         self.side.meet_workers([WorkerLayout(msgspec.msgpack.encode(spec), (0,), "ipc://nowhere")] * ranks)
         self.side.step_loads.seen(hooked(spec, ranks))
         names = {f"layer.{layer}": layer for layer in range(spec.num_layers)}

@@ -90,7 +90,7 @@ def side(agent: FakeAgent, monkeypatch: pytest.MonkeyPatch) -> Iterator[worker.W
 
 def saving(fresh: tuple[tuple[int, ...], ...] = ()) -> StepPlan:
     """A step that computes a prompt of one chunk, and saves it."""
-    planner, plan = SavePlanner(spec_of(), [0], Options()), StepPlan(fresh=fresh)
+    planner, plan = SavePlanner(spec_of(), [0], [BLOCK], Options()), StepPlan(fresh=fresh)
     planner.open(tracked(request(REQUEST, 2 * BLOCK), spec_of()))
     planner.step(output({REQUEST: 2 * BLOCK}, state=BlockState({REQUEST: (list(BLOCKS),)})), plan)
     assert plan.saves and plan.work is not None

@@ -132,10 +132,11 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             events is not None and events.enable_kv_cache_events and events.publisher != "null" and self.options.load
         )
         if role == KVConnectorRole.SCHEDULER:
+            context = sizes_of(vllm_config.parallel_config)
             self._scheduler = SchedulerSide(
                 self.options,
                 transfer.engine_id,
-                self._groups,
+                [context.block_tokens(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups],
                 name=self._name,
                 can_fail_in_background=_TransferResults is not None,
                 recovers=self._takes_back and recovery.install(LayerflowConnector),
@@ -153,7 +154,7 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     consumer=transfer.is_kv_consumer,
                     child=self._is_child,
                     block_sizes=tuple(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups),
-                    context=sizes_of(vllm_config.parallel_config),
+                    context=context,
                     data_parallel_rank=vllm_config.parallel_config.data_parallel_index,
                     data_parallel_size=vllm_config.parallel_config.data_parallel_size,
                 ),

@@ -15,7 +15,7 @@ from layerflow.agent.values import Hit, StepRequest
 from layerflow.connectors.vllm.plan import LOST_AFTER, Asking, StepPlan, WorkerLayout, WorkerReport
 from layerflow.connectors.vllm.scheduler.requests import RequestState
 from layerflow.errors import SpecError
-from layerflow.spec import GroupSpec, ModelSpec
+from layerflow.spec import ModelSpec
 
 Tables = tuple[list[int], ...]
 """Block ids per vLLM group."""
@@ -68,17 +68,18 @@ class StepLoads:
     cannot be told that such a load has failed; :mod:`.recovery` makes up for that, but what it costs should be rare:
     only what lies in the server's arena, pinned, is loaded there.
 
-    :param groups: the model's cache groups.
+    :param block_tokens: of each of vLLM's cache groups, moved or not: the tokens that a block stands for.
     :param recovers: vLLM's scheduler takes back what was computed on such a load.
     :param keeps_reports: what a worker reports of its step reaches vLLM's scheduler, or the engine ends.
     """
 
-    def __init__(self, groups: int, *, recovers: bool, keeps_reports: bool = True) -> None:
-        self._one_group = groups == 1
+    def __init__(self, block_tokens: Sequence[int], *, recovers: bool, keeps_reports: bool = True) -> None:
+        self._one_group = len(block_tokens) == 1
+        self._block_tokens = tuple(block_tokens)
         self._allowed = (self._one_group or recovers) and keeps_reports
         self._free_blocks: Callable[[], float] = lambda: math.inf
         self._ahead = 0
-        self._groups: tuple[GroupSpec, ...] = ()
+        self._states: frozenset[int] = frozenset()  # vLLM's groups that keep one state of a request
         self._workers = 0
         self._asking: dict[int, tuple[Asking, ...]] = {}
         self._arrivals: dict[str, list[PendingLoad]] = {}
@@ -92,8 +93,9 @@ class StepLoads:
     def meet_workers(self, layouts: Collection[WorkerLayout]) -> None:
         """The workers have told their layouts."""
         self._workers = max(layout.model_spec.shard.workers for layout in layouts)
-        groups = {number: group for each in layouts for number, group in each.groups.items()}
-        self._groups = tuple(groups.values())
+        self._states = frozenset(
+            number for each in layouts for number, group in each.groups.items() if group.rules.exact
+        )
 
     def meet_blocks(self, free: Callable[[], int], ahead: int) -> None:
         """vLLM has its blocks.
@@ -132,9 +134,11 @@ class StepLoads:
 
     def has_blocks(self, tokens: int) -> bool:
         """Are blocks free for so many tokens of a request, whatever it takes of them?"""
-        tokens += self._ahead
-        wanted = sum(1 if group.rules.exact else -(-tokens // group.block_size) for group in self._groups)
-        return self._free_blocks() >= wanted
+        return self._free_blocks() >= len(self._states) + self._by_length(tokens + self._ahead)
+
+    def _by_length(self, tokens: int) -> int:
+        """Blocks that so many tokens take of the groups that keep them."""
+        return sum(-(-tokens // size) for group, size in enumerate(self._block_tokens) if group not in self._states)
 
     def _has_room(self, tokens: int) -> bool:
         """Are blocks free for all that vLLM will take, recurrent states included?
@@ -144,12 +148,10 @@ class StepLoads:
         46892). Where there are just too few, its engine ends. In the background it takes the first alone.
         With a draft model it takes room for its guesses too, and a state for each of them.
         """
-        states = sum(group.rules.exact for group in self._groups)
-        if not states:
-            return True
-        tokens += self._ahead
-        others = sum(-(-tokens // group.block_size) for group in self._groups if not group.rules.exact)
-        return self._free_blocks() >= others + states * (STATE_BLOCKS + self._ahead)
+        states = len(self._states)
+        return not states or (
+            self._free_blocks() >= self._by_length(tokens + self._ahead) + states * (STATE_BLOCKS + self._ahead)
+        )
 
     def planned(self, number: int, request: str, start: int, tables: Tables) -> None:
         """The step of this plan computes on a load: one that the plan has, or one that was promised and it has not.

@@ -31,11 +31,15 @@ class SavePlanner:
     """Follows requests from step to step.
 
     :param vllm_groups: for each of layerflow's groups: the vLLM cache group whose block table it shares.
+    :param block_tokens: of each of vLLM's cache groups, moved or not: the tokens that a block stands for.
     """
 
-    def __init__(self, spec: ModelSpec, vllm_groups: Sequence[int], options: Options) -> None:
+    def __init__(
+        self, spec: ModelSpec, vllm_groups: Sequence[int], block_tokens: Sequence[int], options: Options
+    ) -> None:
         self.spec = spec
         self._vllm_groups = tuple(vllm_groups)
+        self._block_tokens = tuple(block_tokens)
         self._options = options
         self._states = [number for number, group in enumerate(spec.groups) if group.rules.exact]
         self._open: dict[str, RequestState] = {}
@@ -234,9 +238,9 @@ class SavePlanner:
         return [block_ids[group] for group in self._vllm_groups]
 
     def _beyond(self, taken: set[int], block_ids: Sequence[Sequence[int]], computed: int) -> None:
-        for number, vllm_group in enumerate(self._vllm_groups):
-            first = computed // self.spec.groups[number].block_size
-            taken.update(block_ids[vllm_group][first:])
+        # Of groups that are not moved, too, such as a left-out draft's: they lie over the same memory.
+        for tokens, blocks in zip(self._block_tokens, block_ids, strict=True):
+            taken.update(blocks[computed // tokens :])
 
 
 def _signed(tables: Tables) -> list[np.ndarray]:

@@ -75,7 +75,7 @@ class SchedulerSide:
     """One per engine.
 
     :param engine_id: vLLM's, shared with its workers.
-    :param groups: how many cache groups the model has.
+    :param block_tokens: of each of vLLM's cache groups, the tokens that a block stands for.
     :param name: what the engine is called in status, logs and metrics; "" = `engine_id`.
     :param can_fail_in_background: vLLM can be told that a background load of several groups has failed.
     :param recovers: vLLM takes back what was computed on a load of the running step that has failed; of several groups.
@@ -92,7 +92,7 @@ class SchedulerSide:
         self,
         options: Options,
         engine_id: str,
-        groups: int,
+        block_tokens: Sequence[int],
         *,
         name: str = "",
         can_fail_in_background: bool,
@@ -109,13 +109,16 @@ class SchedulerSide:
         self.events = events
         self._engine_id = engine_id
         self._name = name
-        self.step_loads = StepLoads(groups, recovers=recovers and options.mode != "bulk", keeps_reports=keeps_reports)
+        self.step_loads = StepLoads(
+            block_tokens, recovers=recovers and options.mode != "bulk", keeps_reports=keeps_reports
+        )
         self.own_cache = OwnCache()
         self._keys = PromptKeys(keys or RequestKeys(), options.model_content)
         self._handoffs = handoffs or HandoffSide()
         self._trusts_sight = trusts_sight
         self._holders = None if drains_holders else BlockHolders()
-        self._may_load = options.load and (groups == 1 or can_fail_in_background)
+        self._block_tokens = tuple(block_tokens)
+        self._may_load = options.load and (len(block_tokens) == 1 or can_fail_in_background)
         self._tracked: dict[str, RequestState] = {}
         self._loading: list[RequestState] = []
         self._promised: dict[str, Promise] = {}
@@ -137,7 +140,7 @@ class SchedulerSide:
         self._held: set[str] = set()  # finished requests whose blocks vLLM keeps for their saves
         if options.load and not self._may_load:
             reason = "this vLLM cannot recover from a failed load of several cache groups; prompts are only saved"
-            log.warning("loading_off", groups=groups, reason=reason)
+            log.warning("loading_off", groups=len(block_tokens), reason=reason)
 
     def _introduce(self, layout: WorkerLayout, connected: bool) -> None:
         """Say once, in the engine's log, what is cached and how, and what is not."""
@@ -173,6 +176,10 @@ class SchedulerSide:
     def meet_workers(self, layouts: Sequence[WorkerLayout], connect_s: float = CONNECT_S) -> None:
         """All workers have registered their caches. Called again, or with none, it does nothing.
 
+        vLLM's handshake may leave some out: it has one place for all ranks that share a prompt's computation, and
+        before 0.32 for all stages. Then the first step's reports bring the layouts of all, or that some worker's
+        weights have no digest yet.
+
         :param connect_s: how long this may wait for the server.
         """
         if not layouts or self.spec is not None:
@@ -180,8 +187,11 @@ class SchedulerSide:
         if not all(layout.spec for layout in layouts):
             return self.await_weights()
         first = layouts[0]
-        spec = self._keys.spec = first.model_spec
-        self._ranks = max(len(layouts), spec.shard.workers)  # older vLLMs tell of one pipeline stage only
+        spec = first.model_spec
+        if len(layouts) < spec.shard.workers:
+            return
+        self._keys.spec = spec
+        self._ranks = len(layouts)
         self.step_loads.meet_workers(layouts)
         at_sight = self._trusts_sight and not self.step_loads.needs_answer
         self._lookups = Lookups(first.endpoint, self._engine_id, spec, name=self._name, at_sight=at_sight)
@@ -189,7 +199,7 @@ class SchedulerSide:
         self._control = Control(first.endpoint, self._engine_id, spec, name=self._name)
         self._introduce(first, connected)
         self._advisor = LoadPolicy(spec)
-        self._saves = SavePlanner(spec, first.vllm_groups, self.options)
+        self._saves = SavePlanner(spec, first.vllm_groups, self._block_tokens, self.options)
         self._handoffs.meet(self._lookups, self._control, spec, partial=self.options.save_partial)
         wait_s, compute_s = self.options.lookup_wait_s, self._advisor.compute_seconds
         self._search = HitSearch(self._lookups, self._handoffs, wait_s, compute_s)
