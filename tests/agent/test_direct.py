@@ -30,6 +30,7 @@ from layerflow.agent.direct.store import DirectCopier
 from layerflow.config.settings import Settings
 from layerflow.errors import DeadlineExceeded, SpecError
 from layerflow.hosts.backend import Unreachable, Unusable, pool_name
+from layerflow.hosts.memcache.backend import ROOM_LEASE_S
 from layerflow.hosts.memcache.metaservice import MetaService
 from layerflow.hosts.memcache.setup import MemcacheConnection, make_store
 from layerflow.keys import object_key
@@ -459,6 +460,18 @@ def test_a_copier_begins_no_load_that_its_step_does_not_wait_for(fenced: bool, d
         DirectCopier(nowhere, nowhere, step, batch).load(nowhere)
 
 
+def test_a_save_that_could_outlive_its_lease_is_not_begun(
+    worker: KnownWorker, pool: FakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watchdog would take the copy, however healthy, for one that hangs when the lease ends under it."""
+    monkeypatch.setattr("layerflow.agent.direct.store.GRACE_S", ROOM_LEASE_S)
+    run = worker.serve(worker.prompt(TOKENS))
+    [(name, reason)] = worker.agent.poll().failed_saves
+    assert name == run.name and reason.startswith("cancelled: step") and "came too late to be begun" in reason
+    assert pool.copied[L2G] == 0
+    assert eventually(lambda: pool.objects == {})
+
+
 class TestCopiesThatDoNotReturn:
     @pytest.fixture
     def ended(self, joined: list[FakeStore], monkeypatch: pytest.MonkeyPatch) -> threading.Event:
@@ -466,6 +479,7 @@ class TestCopiesThatDoNotReturn:
         ended = threading.Event()
         monkeypatch.setattr(direct, "Watchdog", lambda: Watchdog(ended.set))
         monkeypatch.setattr(direct, "GRACE_S", 0.05)
+        monkeypatch.setattr("layerflow.agent.direct.store.GRACE_S", 0.05)
         return ended
 
     def test_a_load_beyond_its_deadline_ends_the_process_and_says_which(

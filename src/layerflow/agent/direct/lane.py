@@ -18,7 +18,7 @@ import structlog
 
 from layerflow.agent.descriptors import PartDescriptor
 from layerflow.agent.direct.client import Watchdog, give_back, open_client
-from layerflow.agent.direct.store import LANES, DirectCopier, DirectStore
+from layerflow.agent.direct.store import GRACE_S, LANES, DirectCopier, DirectStore
 from layerflow.agent.step.leases import LeasedObject, LeasedParts, StepLeases, places_of
 from layerflow.agent.step.step import Step
 from layerflow.agent.step.transfers import LOAD, SAVE
@@ -27,8 +27,6 @@ from layerflow.ops.paged import PagedMemory
 from layerflow.system.threads import OwnedThread
 from layerflow.wire.messages import Batch, OpenStep
 
-GRACE_S = 1.0
-"""What a load that was begun before its step's deadline may take beyond it."""
 STUCK_S = 1.0
 """A call of the client that takes longer makes new steps go without the pool until it returns."""
 ROOM_S = 0.02
@@ -142,8 +140,8 @@ class DirectLane:
             log.info("direct_loads_missing", step=step.number, requests=len(lacking))
         if leases.loads.objects():
             self._watchdog.expect(LANES[LOAD], step.number, step.deadline + GRACE_S)
-        if rooms := leases.saves.objects():
-            self._watchdog.expect(LANES[SAVE], step.number, min(held.until for held in rooms))
+        if leases.saves.objects():
+            self._watchdog.expect(LANES[SAVE], step.number, leases.room_until)
         if not send(step, OpenStep(step.number, step.deadline, step.save_deadline, *leases.messages())):
             self._let_go(step)
 

@@ -23,6 +23,9 @@ from layerflow.wire.messages import Batch
 
 L2G, G2L = 0, 1
 """Device memory to the pool, and back."""
+GRACE_S = 1.0
+"""What a copy may take. A load that was begun before its step's deadline has so long beyond it; a save is begun so long
+before the first lease of its step's room ends, or not at all."""
 HEADERS_S = 0.5
 """Headers are read in one call; where that fails each is tried by itself, for so long."""
 
@@ -216,12 +219,16 @@ class DirectCopier:
     def save(self, extents: Extents, after: DeviceEvent | None = None) -> None:
         """Engine memory to the pool.
 
+        :raises DeadlineExceeded: a lease of the step's room is about to end; nothing was copied.
         :raises PoolError: it is not known to be where it belongs; the object is not published then.
         """
         step = self._step
         assert step.leases is not None
         if after is not None:
             after.synchronize()
+        # The watchdog ends the process if a save is under way when the first of the leases ends.
+        if time.monotonic() >= step.leases.room_until - GRACE_S:
+            raise DeadlineExceeded(f"step {step.number}: a save of layer {self._layer} came too late to be begun")
         with self._watchdog.in_flight(LANES[SAVE], step.number, self._layer):
             self._pool.save(extents, step.leases.holding(extents.arena))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -113,6 +114,7 @@ class StepLeases:
     """Both directions of a step.
 
     :ivar leased: what it loads still is.
+    :ivar room_until: until when room of its saves is surely its own, monotonic seconds: the first end of a lease.
     :ivar published: keys that were, or could not be.
     :ivar over: everything of it was given back.
     """
@@ -120,6 +122,7 @@ class StepLeases:
     def __init__(self, loads: LeasedParts, saves: LeasedParts) -> None:
         self.loads, self.saves = loads, saves
         self.leased, self.published, self.over = True, set[bytes](), False
+        self.room_until = min((held.until for held in saves.objects()), default=math.inf)
         self._sorted = sorted({*loads.objects(), *saves.objects()}, key=lambda held: held.gva)
         self._starts = np.array([held.gva for held in self._sorted], dtype=np.int64)
         self._ends = self._starts + np.array([held.place.nbytes for held in self._sorted], dtype=np.int64)
