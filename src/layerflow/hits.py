@@ -1,4 +1,9 @@
-"""How many leading tokens of a prompt can be loaded: over all groups, all shards, complete objects only."""
+"""How many leading tokens of a prompt can be loaded: over all groups, all shards, complete objects only.
+
+A chunk is there where each shard has its object. A group that needs all chunks from the first on bounds the hit by the
+first that is missing; from there the search walks back to the first end at which every group has what it needs by its
+kind. On its way it gathers tails: stored parts of a chunk that may go on from an end behind that one.
+"""
 
 from __future__ import annotations
 
@@ -160,7 +165,7 @@ def search_hit(
     """:func:`find_hit` in slices: it stops after every :data:`SLICE_KEYS` keys or so, and returns the hit."""
     whole, spec = spec, spec.own
     rules = [group.rules for group in spec.groups]
-    keys, present = yield from _presence(pool, spec, digests)
+    keys, present = yield from _whole_chunks(pool, spec, digests)
     # A group that needs every chunk from the first on bounds the search for all.
     bound = len(digests)
     for kind, row in zip(rules, present, strict=True):
@@ -249,7 +254,7 @@ def _usable(spec: ModelSpec, start: int, held: int, tokens: int, shared: int = 0
     return hit
 
 
-def _presence(
+def _whole_chunks(
     pool: LookupSource, spec: ModelSpec, digests: list[bytes]
 ) -> Generator[None, None, tuple[list[list[bytes]], list[list[bool]]]]:
     """Per group: the keys by chunk and shard, and by chunk, whether every shard has the object."""

@@ -582,7 +582,7 @@ class PeerReleases:
             return
         self._waiting[peer, name] = until
         surplus = len(self._waiting) - MAX_WAITING
-        self._give_up(list(itertools.islice(self._waiting, max(0, surplus))), f"{MAX_WAITING} newer ones wait")
+        self._drop(list(itertools.islice(self._waiting, max(0, surplus))), f"{MAX_WAITING} newer ones wait")
         if self._timer is None:
             self._watch()
 
@@ -600,7 +600,7 @@ class PeerReleases:
 
     def forget(self, peer: PeerAttachment) -> None:
         """This peer is told nothing any more."""
-        self._give_up([each for each in self._waiting if each[0] is peer], "it was away for too long")
+        self._drop([each for each in self._waiting if each[0] is peer], "it was away for too long")
         self._watch()
 
     def close(self) -> None:
@@ -620,10 +620,10 @@ class PeerReleases:
     def _expire(self) -> None:
         now = time.monotonic()
         over = [waiting for waiting, until in self._waiting.items() if until <= now]
-        self._give_up(over, "its lease has ended it by now")
+        self._drop(over, "its lease has ended it by now")
         self._watch()
 
-    def _give_up(self, waiting: list[tuple[PeerAttachment, str]], why: str) -> None:
+    def _drop(self, waiting: list[tuple[PeerAttachment, str]], why: str) -> None:
         for each in waiting:
             del self._waiting[each]
         if waiting:
