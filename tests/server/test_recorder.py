@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from layerflow.recording.format import (
     LEAST_BYTES,
     LookedUp,
     ModelSeen,
+    Purged,
     Record,
     ServerSample,
     SessionGone,
@@ -78,6 +80,18 @@ def recorded(embed: Embed, tmp_path: Path) -> tuple[Path, list[Record], KnownWor
     apply(server)
     assert eventually(lambda: not status_of(server)["on"])
     return path, contents(path), worker
+
+
+def test_a_purge_is_told_with_what_it_found(embed: Embed, tmp_path: Path) -> None:
+    server = embed(record={"path": tmp_path / "served.lfr"})
+    with worker_on(server, spec=SPEC, name="vllm-0") as worker:
+        worker.serve(worker.prompt(64))
+        with closing(observe(server)) as control:
+            held = control.status()["pool"]["objects"]
+            assert control.purge() == held > 0
+    assert eventually(lambda: of(contents(tmp_path / "served.lfr"), Purged))
+    [purged] = of(contents(tmp_path / "served.lfr"), Purged)
+    assert purged.objects == held
 
 
 def test_models_sessions_and_settings_come_first(recorded: Any) -> None:

@@ -15,6 +15,7 @@ from layerflow.recording.format import (
     LookedUp,
     ModelSeen,
     PartSeen,
+    Purged,
     ServerSample,
     SessionSeen,
     StepMeasured,
@@ -139,6 +140,12 @@ class KnownMachine:
 
     def _sample(self) -> None:
         self.records.append(ServerSample(self.now, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0))
+
+    def purge(self) -> None:
+        """Empty the arena, half a second later."""
+        self.now += 0.5
+        self.records.append(Purged(self.now, len(self.stored) * LAYERS))
+        self.stored.clear()
 
     def write(self, path: Path) -> Path:
         """Write what was recorded."""

@@ -10,7 +10,8 @@ from layerflow.config.settings import Settings
 from layerflow.errors import ConfigError
 from layerflow.flow.cost import LinkCost
 from layerflow.flow.events import FetchOpened, Item
-from layerflow.recording.format import EVENTS, Dropped, LookedUp
+from layerflow.recording.format import EVENTS, Dropped, LookedUp, Purged, StepSeen
+from layerflow.sim.curve import hit_curve
 from layerflow.sim.recorded import prompts_of, read_run
 from layerflow.sim.replay import Replay
 from layerflow.tuning.recorded import RecordedJudge
@@ -39,6 +40,42 @@ def test_its_own_configuration_is_predicted(tmp_path, bandwidth, ranks):
     assert [sample.at for sample in own.exposed_s] == [sample.at for sample in replay.recorded.exposed_s]
     assert own.hits == replay.recorded.hits == 6 * 8 * CHUNK - CHUNK * 8 + CHUNK * (0 + 1 + 2 + 3 + 4)
     assert len(replay.run.engines) == 1 and replay.run.engines[0].ranks == set(range(ranks))
+
+
+def test_what_was_purged_is_not_hit(tmp_path):
+    machine = KnownMachine(bandwidth=20e6)
+    told = []
+    for _ in range(3):
+        told += again(machine, 3)
+        machine.purge()
+    replay = Replay.read(machine.write(tmp_path / "x.lfr"))
+    assert replay.trust.trusted, replay.trust
+    assert replay.own.hits == replay.recorded.hits > 0
+    assert [sample.value for sample in replay.own.prefill_s] == pytest.approx([took for _, took in told], rel=0.01)
+    slow = replay.under(replay.settings, link=LinkCost(8e6, 0.0), validate=True)
+    assert slow.hits == replay.recorded.hits, "it purges when its prompts are done, however long they took"
+
+
+def test_a_purge_in_the_middle_of_a_step_stays_there(tmp_path):
+    machine = KnownMachine(bandwidth=1e9)
+    again(machine, 2)
+    opened = next(record.at for record in reversed(machine.records) if isinstance(record, StepSeen))
+    machine.records.append(Purged(opened + 1e-3, 1))
+    machine.serve(PROMPT)
+    replay = Replay.read(machine.write(tmp_path / "x.lfr"))
+    figures = replay.under(replay.settings, validate=True)
+    assert [sample.value for sample in figures.hit_tokens] == [0.0, 8 * CHUNK, 0.0]
+    assert not figures.failed_loads, "what a step reads of a pool that is emptied it reads to its end"
+
+
+def test_the_curve_of_a_recording_knows_its_purges(tmp_path):
+    machine = KnownMachine()
+    again(machine, 3)
+    machine.purge()
+    again(machine, 3)
+    prompts = prompts_of(read_run(machine.write(tmp_path / "x.lfr")))
+    [point] = hit_curve(prompts.trace, prompts.spec, [prompts.arena_bytes])
+    assert point.hit_tokens == prompts.hit_tokens
 
 
 def test_another_link_takes_what_the_closed_form_says(tmp_path):

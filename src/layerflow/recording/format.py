@@ -123,6 +123,15 @@ class SessionGone(Record, frozen=True, tag=11):
     session: int
 
 
+class Purged(Record, frozen=True, tag=12):
+    """The arena was emptied.
+
+    :param objects: that it held.
+    """
+
+    objects: int
+
+
 class SettingsInForce(Record, frozen=True, tag=3):
     """The settings from now on, by section: numbers, switches and choices; no path, no address and no other text."""
 
@@ -309,6 +318,7 @@ RECORDS: Final[tuple[type[Record], ...]] = (
     ModelSeen,
     SessionSeen,
     SessionGone,
+    Purged,
     SettingsInForce,
     LookedUp,
     LookupsMissed,

@@ -11,6 +11,7 @@ references differ by from their share of all is added to its hits (the paper's S
 
 from __future__ import annotations
 
+import bisect
 import math
 import statistics
 import zlib
@@ -102,12 +103,14 @@ def knee(points: Sequence[CurvePoint]) -> CurvePoint | None:
 class _Sample:
     """The chunks of each request that are looked at.
 
+    :ivar purged: the pool is emptied before the requests at these places.
     :ivar chunks: different ones that are looked at.
     :ivar lacking: how many references the counted requests have too few of them, to be their share of all.
     """
 
     def __init__(self, trace: RequestTrace, first: int, sample: int, salt: int) -> None:
         self.requests = [(request.tokens, _sampled(request, sample, salt)) for request in trace.requests]
+        self.purged = {bisect.bisect_left(trace.requests, at, key=lambda request: request.at) for at in trace.purges}
         self.chunks = len({chunk for _, chunks in self.requests for chunk in chunks})
         self.lacking = sum(
             len(request.chunks) / sample - len(chunks)
@@ -134,6 +137,8 @@ def _replay(
     ]
     hit_tokens = sample.lacking * chunk
     for number, (tokens, chunks) in enumerate(sample.requests):
+        if number in sample.purged:
+            pool.clear()
         if not chunks:
             continue
         keys = object_keys(chunks, groups, shards)

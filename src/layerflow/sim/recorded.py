@@ -23,6 +23,7 @@ from layerflow.recording.format import (
     LookupsMissed,
     ModelSeen,
     PartSeen,
+    Purged,
     ServerSample,
     SessionSeen,
     SettingsInForce,
@@ -239,6 +240,7 @@ class RecordedRun:
     :param samples: how full the arena was. :param missed_tokens: of prompts that clients answered by themselves.
     :param behind: something came from behind the arena, or from a peer. :param dropped: events that are missing.
     :param others: prompts of other models were recorded, too. :param failed_loads: of requests.
+    :param purges: when the arena was emptied.
     """
 
     name: str
@@ -253,6 +255,7 @@ class RecordedRun:
     dropped: int
     others: bool
     failed_loads: int
+    purges: list[float]
 
     @property
     def prompts(self) -> list[RecordedPrompt]:
@@ -295,6 +298,7 @@ class _Reading:
         self._saved: dict[int, dict[int, int]] = {}  # by prompt: tokens of each chunk, of those that were never asked
         self._settings: list[dict[str, Any]] = []
         self._samples: list[ServerSample] = []
+        self._purges: list[float] = []
         self._missed = self._dropped = self._failed = 0
         self._behind = False
 
@@ -323,6 +327,8 @@ class _Reading:
                 self._failed += isinstance(record.command, LoadFailed)
             case ServerSample():
                 self._samples.append(record)
+            case Purged():
+                self._purges.append(record.at)
             case Dropped():
                 self._dropped += record.events
 
@@ -419,6 +425,7 @@ class _Reading:
             self._dropped,
             most < counts.total(),
             self._failed,
+            self._purges,
         )
 
 
@@ -477,7 +484,7 @@ def prompts_of(run: RecordedRun) -> RecordedPrompts:
         TracedRequest(number, prompt.at - begin, prompt.tokens, 1, *digests(prompt))
         for number, prompt in enumerate(prompts)
     )
-    trace = RequestTrace(run.name, requests, run.spec.chunk_tokens)
+    trace = RequestTrace(run.name, requests, run.spec.chunk_tokens, tuple(at - begin for at in run.purges))
     return RecordedPrompts(trace, run.spec, run.settings.pool.size, sum(prompt.hit for prompt in prompts))
 
 

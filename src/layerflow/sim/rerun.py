@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import math
 import statistics
 from collections import defaultdict
@@ -244,6 +245,8 @@ class Rerun:
     :param link: instead of the fitted one, of loads and saves.
     :param residuals: each step keeps what its own layers, copies and waits took beside the fit.
     :param validate: check the core's and the pool's invariants as it goes; slow.
+
+    :ivar one_by_one: one client has waited for each of its prompts, and purges between them, too.
     """
 
     def __init__(
@@ -287,6 +290,7 @@ class Rerun:
         self.hits: list[Sample] = []
         self._evictions: list[int] = []
         self._validate = validate
+        self.one_by_one = len(run.engines) == 1 and run.engines[0].one_by_one
         count = sum(len(engine.ranks) for engine in run.engines)
         terms = terms_of(settings, count)
         self.engines = [
@@ -318,6 +322,9 @@ class Rerun:
             self.clock.at(
                 sample.at - self.fitted.begin, lambda: self._evictions.append(self.pool.statistics().evictions)
             )
+        if not self.one_by_one:
+            for at in self.recorded.purges:
+                self.clock.at(at - self.fitted.begin, self.server.purge)
         for engine in self.engines:
             engine.begin()
         self.clock.run()
@@ -460,6 +467,13 @@ def _places(part: PartSeen, places: Mapping[int, int], chunk: int) -> tuple[int,
     return (min(found) * chunk, (max(found) + 1) * chunk) if found else (0, 0)
 
 
+class _Coming(NamedTuple):
+    """A prompt's lookup was answered, or, without a prompt, the arena was emptied."""
+
+    at: float
+    prompt: RecordedPrompt | None
+
+
 Story = Generator[float | None, None, None]
 """What an engine does: yields when it goes on, or None until it is told to."""
 
@@ -500,18 +514,17 @@ class _ReplayedEngine:
         begin = self._fitted.begin
         places = {id(each): number for number, each in enumerate(self._engine.passes)}
         passes = [each for each in self._engine.passes if not each.ahead and not math.isnan(each.ended)]
-        asked = sorted((prompt for prompt in self._engine.prompts if prompt.asked), key=lambda prompt: prompt.heard)
-        before = 0  # lookups that were
+        comes = [_Coming(prompt.heard, prompt) for prompt in self._engine.prompts if prompt.asked]
+        if self._rerun.one_by_one:
+            comes += [_Coming(at, None) for at in self._rerun.recorded.purges]
+        comes.sort(key=lambda coming: coming.at)
+        before = 0  # so many have come
         ended = begin  # when the pass before had ended, as recorded
         for each in passes:
             ready, ready_now = ended, -math.inf
-            while before < len(asked) and asked[before].heard <= each.opened:
-                prompt = self._prompts[asked[before]]
+            while before < len(comes) and comes[before].at <= each.opened:
+                yield from self._come(comes[before], ended)
                 before += 1
-                if not math.isnan(prompt.asked_at):
-                    continue  # in the middle of the pass before
-                yield self._comes(prompt.recorded, ended)
-                self._look_up(prompt)
             mine = [self._prompts[prompt] for prompt in each.prompts]
             if not any(_amount(prompt, each) for prompt in mine if each in prompt.ranges) and any(
                 each in prompt.ranges for prompt in mine
@@ -527,19 +540,23 @@ class _ReplayedEngine:
             gap = max(0.0, each.opened - max(ended, ready))
             opens = max(self._ended + gap, ready_now + gap)
             yield max(opens, self._clock.now)
-            self._later(asked[before:], each)
+            before = self._later(comes, before, each)
             yield from self._compute(each, places[id(each)], mine)
             ended, self._ended = each.ended, self._clock.now
-        for left in asked[before:]:
-            if math.isnan(self._prompts[left].asked_at):
-                yield self._comes(left, ended)
-                self._look_up(self._prompts[left])
+        for coming in comes[before:]:
+            yield from self._come(coming, ended)
 
-    def _comes(self, prompt: RecordedPrompt, ended: float) -> float:
-        """When a prompt is looked up that was after a pass had ended, as recorded."""
-        if self._one_by_one:
-            return max(self._ended + max(0.0, prompt.heard - ended), self._clock.now)
-        return max(prompt.heard - self._fitted.begin, self._clock.now)
+    def _come(self, coming: _Coming, ended: float) -> Story:
+        """What came after a pass had ended, as recorded."""
+        since = self._ended + max(0.0, coming.at - ended) if self._one_by_one else coming.at - self._fitted.begin
+        yield max(since, self._clock.now)
+        self._happen(coming)
+
+    def _happen(self, coming: _Coming) -> None:
+        if coming.prompt is None:
+            self._server.purge()
+        else:
+            self._look_up(self._prompts[coming.prompt])
 
     def _ready(self, prompt: ReplayedPrompt, place: RecordedPass) -> float:
         """When a prompt could be computed first, as recorded."""
@@ -555,16 +572,17 @@ class _ReplayedEngine:
             return -math.inf if self._one_by_one else place.opened - self._fitted.begin
         return max(prompt.asked_at, prompt.arrived_at)
 
-    def _later(self, asked: Sequence[RecordedPrompt], each: RecordedPass) -> None:
-        """Lookups in the middle of a pass stay there."""
+    def _later(self, comes: Sequence[_Coming], before: int, each: RecordedPass) -> int:
+        """What comes in the middle of a pass stays there; how many have come then."""
         opened = self._clock.now
-        for prompt in asked:
-            if prompt.heard >= each.ended:
-                break
-            looked_up = self._prompts[prompt]
-            if math.isnan(looked_up.asked_at):
-                looked_up.asked_at = opened + prompt.heard - each.opened
-                self._clock.at(looked_up.asked_at, lambda looked_up=looked_up: self._look_up(looked_up))  # type: ignore[misc]
+        while before < len(comes) and comes[before].at < each.ended:
+            coming = comes[before]
+            before += 1
+            at = opened + coming.at - each.opened
+            if coming.prompt is not None:
+                self._prompts[coming.prompt].asked_at = at
+            self._clock.at(at, functools.partial(self._happen, coming))
+        return before
 
     # Lookups -------------------------------------------------------------------------------------
 

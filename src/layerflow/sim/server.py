@@ -23,6 +23,7 @@ from layerflow.flow.events import (
     SessionOpened,
     StepClosed,
     StepOpened,
+    StepsRevoked,
     Tick,
 )
 from layerflow.hits import HitLength, find_hit
@@ -203,6 +204,11 @@ class SimulatedServer:
     def close_step(self, worker: SimulatedWorker, step: int) -> None:
         """The forward pass is over."""
         self.handle(StepClosed(worker.session, step, ok=True))
+
+    def purge(self) -> None:
+        """Empty the arena. What is being saved is given up; what is being loaded is read to its end."""
+        self.handle(*(StepsRevoked(session, False, "purged") for session in self._workers))
+        self.pool.clear()
 
     # The core ------------------------------------------------------------------------------------
 

@@ -118,6 +118,8 @@ def simulate(
     ended: list[RunningRequest] = []
     engines = [_engine(machine, settings, clock, server, ended.append) for _ in range(machine.engines)]
     draws = random.Random(seed)  # noqa: S311 - no secret
+    for purge in trace.purges:
+        clock.at(purge, server.purge)
     for request in trace.requests:
         clock.at(request.at, lambda request=request: _least(engines, draws).submit(request))  # type: ignore[misc]
     clock.run()

@@ -42,11 +42,13 @@ class RequestTrace:
     """Requests in the order of their times.
 
     :param block_tokens: tokens of a full block.
+    :param purges: when the pool was emptied, in seconds since the first request; in order.
     """
 
     name: str
     requests: tuple[TracedRequest, ...]
     block_tokens: int
+    purges: tuple[float, ...] = ()
 
     @property
     def tokens(self) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from layerflow.flow.events import StepsRevoked
+from layerflow.recording.format import Purged
 from layerflow.server.plans import is_lease_of
 
 if TYPE_CHECKING:
@@ -65,6 +67,8 @@ async def purge(context: ServerContext, session: ClientSession, *, tier: bool) -
     if tier and sources is not None:
         revoked += sources.revoke_writes(PURGED)
     keys = context.pool.keys()
+    if context.recorder.current is not None:
+        context.recorder.current.note(Purged(time.monotonic(), len(keys)))
     hidden = 0
     for start in range(0, len(keys), KEYS_PER_SLICE):
         hidden += context.pool.hide(keys[start : start + KEYS_PER_SLICE])
