@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import structlog
-from e2e.known import KnownWorker, Run, eventually, small_spec
+from e2e.known import KnownWorker, Run, eventually, small_spec, step_of
 
 from agent.direct_pool import servers_offer, workers_join
 from agent.fake_memcache import G2L, L2G, FakePool, FakeStore
@@ -27,14 +27,17 @@ from layerflow.agent.direct import client as direct_client
 from layerflow.agent.direct import lane as direct
 from layerflow.agent.direct.client import EXIT_STUCK, Watchdog, end_process
 from layerflow.agent.direct.store import DirectCopier
+from layerflow.agent.step.step import Step
 from layerflow.config.settings import Settings
-from layerflow.errors import DeadlineExceeded, SpecError
+from layerflow.errors import DeadlineExceeded, ProtocolError, SpecError
 from layerflow.hosts.backend import Unreachable, Unusable, pool_name
 from layerflow.hosts.memcache.backend import ROOM_LEASE_S
 from layerflow.hosts.memcache.metaservice import MetaService
 from layerflow.hosts.memcache.setup import MemcacheConnection, make_store
 from layerflow.keys import object_key
 from layerflow.server import EmbeddedServer
+from layerflow.wire import codec
+from layerflow.wire.messages import Message, OpenStep
 
 TOKENS = 100
 BLOCKS = 25
@@ -410,6 +413,52 @@ class TestEnds:
         assert worker.agent.wait_idle(run.name, PATIENCE_S)
         assert eventually(lambda: pool.leases() == 0)
         worker.serve(worker.prompt(TOKENS))
+
+    def test_a_step_that_ends_while_it_is_announced_gives_everything_back(
+        self, worker: KnownWorker, pool: FakePool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        saved = worker.serve(worker.prompt(TOKENS))
+        gate = pool.gate("batch_add_lease")
+        lane = worker.agent._dispatcher.direct
+        over = lane.over
+        run = worker.admit(saved.chain)
+
+        def slowly(step: Step) -> None:
+            """Give the lane time to announce the step, if it may, behind the look at what the step has leased."""
+            over(step)
+            gate.set()
+            eventually(lambda: step.announced, 0.5)
+
+        monkeypatch.setattr(lane, "over", slowly)
+        with worker.agent.open_step([run.request()], timeout_s=3600) as step:
+            assert pool.arrived["batch_add_lease"].wait(PATIENCE_S)
+            step_of(step).deadline = time.monotonic()
+            assert worker.agent.wait_idle(run.name, PATIENCE_S)
+        assert eventually(lambda: pool.calls["batch_remove_lease"] > 0, PATIENCE_S)
+        assert eventually(lambda: pool.leases() == 0)
+
+    def test_a_step_that_cannot_be_told_to_the_server_fails_at_once(
+        self, worker: KnownWorker, pool: FakePool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        saved = worker.serve(worker.prompt(TOKENS))
+        worker.agent.poll()
+        before = pool.complete()
+        run = worker.admit(worker.prompt(160, like=saved.chain, shared=96))
+        encode = codec.encode_request
+
+        def refuse(message: Message) -> bytes:
+            if isinstance(message, OpenStep):
+                raise ProtocolError("too many parts: do less in one step")
+            return encode(message)
+
+        monkeypatch.setattr(codec, "encode_request", refuse)
+        with worker.agent.open_step([run.request()], timeout_s=3600) as step:
+            assert step.wait_loaded(PATIENCE_S)
+            assert [failed.reason for failed in step.failed] == ["too many parts: do less in one step"]
+        assert worker.agent.wait_idle(run.name, PATIENCE_S)
+        assert worker.agent.poll().failed_saves == ((run.name, "too many parts: do less in one step"),)
+        assert eventually(lambda: pool.leases() == 0)
+        assert eventually(lambda: set(pool.objects) == before)
 
     def test_a_pool_that_hangs_costs_a_load_its_deadline_and_the_next_ones_nothing(
         self, worker: KnownWorker, pool: FakePool, monkeypatch: pytest.MonkeyPatch

@@ -336,8 +336,12 @@ class Steps(OpenSteps):
         :param worker_driven: the load lane cuts the loads into batches by itself.
         """
         loads, saves = [part.load_message() for part in step.loads], [part.save_message() for part in step.saves]
+        return self._send(OpenStep(step.number, step.deadline, step.save_deadline, loads, saves, worker_driven))
+
+    def _send(self, message: OpenStep) -> str:
+        """Why the message cannot be encoded; "" = it is sent."""
         try:
-            self._link.send(OpenStep(step.number, step.deadline, step.save_deadline, loads, saves, worker_driven))
+            self._link.send(message)
         except ProtocolError as error:
             return str(error)
         return ""
@@ -350,13 +354,15 @@ class Steps(OpenSteps):
             self.direct.open(step, lambda step, message: self._announce(step, message, attachment), self.save_failed)
 
     def _announce(self, step: Step, message: OpenStep, attachment: Attachment) -> bool:
-        """Tell the server of a step past the arena. False: the step has ended, or that server is gone."""
+        """Tell the server of a step past the arena. False: the step has ended, or ends here, or the server is gone."""
         with self.lock:
             if self.get(step.number) is not step or self.attachment is not attachment:
                 return False
-            self._link.send(message)
-            step.announced = True
-            return True
+            unsendable = self._send(message)
+            step.announced = not unsendable
+        if unsendable:
+            self.fail(step, unsendable)
+        return step.announced
 
     # -- what the engine waits for and takes back, on its threads ----------------------------------
 
@@ -460,9 +466,17 @@ class Steps(OpenSteps):
             return
         attachment = self.attachment
         step.over(attachment.session if attachment is not None else 0)
-        self.direct.over(step)
-        self.remove(step, self.measures.ended)
+        self.remove(step, self._removed)
         self._link.wake()  # to measure it
+
+    def _removed(self, step: Step) -> None:
+        """Take the figures of a step that has left the table, and give back what the direct lane holds for it.
+
+        The caller holds the lock, under which the direct lane announces steps: what was announced before has leases by
+        now; what comes later is refused, and the lane gives its leases back itself.
+        """
+        self.measures.ended(step)
+        self.direct.over(step)
 
     def measure(self, until: float | None = None) -> None:
         """Work the figures of ended steps out, and tell the server with the next report.
