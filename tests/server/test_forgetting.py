@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from e2e.known import KnownWorker, Run, eventually, step_of
+from e2e.stopping import stopped
 from hosts.fake_backend import NAME
 
 from layerflow.agent import Control
 from layerflow.agent.agent import REPLACED
 from layerflow.errors import SpecError
+from layerflow.keys import Chain
 from layerflow.server import EmbeddedServer, terms
+from layerflow.server.handlers import forget
 from server.support import Embed, observe, worker_on
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -41,10 +45,11 @@ class Gate:
 
 
 class World:
-    """A server with the fake backend behind it, whose `method` calls wait."""
+    """A server with a tier behind it."""
 
-    def __init__(self, embed: Embed, gate: Gate, **settings: Any) -> None:
-        self.gate = gate
+    gate: Gate
+
+    def __init__(self, embed: Embed, **settings: Any) -> None:
         self.server: EmbeddedServer = embed(**(PATIENT | settings))
         self.control: Control = observe(self.server)
         assert eventually(lambda: self.tier["up"])
@@ -86,7 +91,9 @@ def behind(embed: Embed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
         path = tmp_path / method
         gate = Gate(path)
         monkeypatch.setattr(terms, "tier_of", lambda _: (NAME, {"gates": {method: str(path)}, "timeout_ms": 30_000}))
-        worlds.append(World(embed, gate))
+        world = World(embed)
+        world.gate = gate
+        worlds.append(world)
         return worlds[-1]
 
     yield start
@@ -245,6 +252,49 @@ def test_a_purge_publishes_nothing_of_what_was_on_its_way(behind):
         assert eventually(lambda: world.settled() and not world.pool["half_written"] and not world.pool["pinned"])
         assert world.pool["objects"] == 0
         assert worker.serve(load.chain).hit.tokens > 0, "the tier keeps what it had"
+
+
+def on_disk_and_in_both(world: World, worker: KnownWorker) -> tuple[Chain, Chain]:
+    """Two prompts that are stored; the first has left the arena."""
+    gone, here = worker.prompt(TOKENS), worker.prompt(TOKENS)
+    worker.serve(gone)
+    assert eventually(lambda: world.tier["written_objects"] and world.settled())
+    world.control.purge()
+    written = world.tier["written_objects"]
+    worker.serve(here)
+    assert eventually(lambda: world.tier["written_objects"] > written and world.settled())
+    return gone, here
+
+
+def test_while_the_tier_is_purged_it_offers_nothing(embed, tmp_path):
+    world = World(embed, pool=PATIENT["pool"] | {"disk": {"path": str(tmp_path / "tier")}})
+    told: list[dict[str, Any]] = []
+    with world.worker() as worker, closing(world.control), closing(observe(world.server)) as other:
+        gone, here = on_disk_and_in_both(world, worker)
+        stored = world.tier["indexed_objects"]
+        thread = threading.Thread(target=lambda: told.append(other.empty(tier=True)))
+        with stopped(world.tier["host"]["pid"]):
+            thread.start()
+            assert eventually(lambda: not world.pool["objects"])
+            assert worker.agent.lookup("meanwhile", gone).tokens == 0
+            assert world.tier["fetching_jobs"] == 0
+            saved = worker.serve(worker.prompt(TOKENS)).chain
+        thread.join()
+        assert not told[0]["tier"]["reason"] and told[0]["tier"]["purged"] >= stored
+        assert eventually(world.settled)
+        assert [worker.agent.lookup("then", chain).tokens for chain in (gone, here)] == [0, 0]
+        assert worker.serve(saved).hit.tokens > 0, "what is stored meanwhile stays"
+
+
+def test_a_tier_that_was_not_purged_in_time_offers_what_it_has(embed, tmp_path, monkeypatch):
+    world = World(embed, pool=PATIENT["pool"] | {"disk": {"path": str(tmp_path / "tier")}})
+    monkeypatch.setattr(forget, "CLEAR_S", 0.1)
+    with world.worker() as worker, closing(world.control):
+        gone, _ = on_disk_and_in_both(world, worker)
+        with stopped(world.tier["host"]["pid"]):
+            told = world.control.empty(tier=True)["tier"]
+            assert told["purged"] == 0 and "offers what it still has" in told["reason"]
+            assert worker.agent.lookup("again", gone).tokens > 0
 
 
 def test_a_purge_with_the_tier_waits_for_writes_and_removes_them(behind):

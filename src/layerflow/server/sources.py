@@ -6,6 +6,7 @@ An object that the tier and a peer both have is read from the tier. Saves are wr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from layerflow.config.settings import PoolSettings
@@ -130,6 +131,10 @@ class ObjectSources:
         """What the core wants done on the way to the tier."""
         assert self.tier is not None
         self.tier.obey(command)
+
+    def withheld(self) -> AbstractContextManager[None]:
+        """Meanwhile the tier offers and brings nothing."""
+        return self.tier.withheld() if self.tier is not None else nullcontext()
 
     async def clear(self, keys: Sequence[bytes], timeout_s: float) -> Cleared | None:
         """Remove what the tier holds; None = there is none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -56,27 +57,30 @@ async def purge(context: ServerContext, session: ClientSession, *, tier: bool) -
     """Empty the arena; with `tier`, also what lies behind it.
 
     Open saves and fetches under way are revoked. Objects that a load reads are hidden: it ends undisturbed, and their
-    room returns then.
+    room returns then. What lies behind the arena is not offered until it is removed, or until that has failed: then
+    what is left is offered again, and the answer says that some may be. Saves of steps that are opened meanwhile stay.
     """
-    sources = context.sources
-    context.handoffs.purge(PURGED)
-    while context.handoffs.returning:  # noqa: ASYNC110 - what returns is done in turns on this loop
-        await asyncio.sleep(0)
-    context.driver.handle(*(StepsRevoked(one.number, False, PURGED) for one in context.sessions if one.memory))
-    revoked = context.driver.incoming.revoke(PURGED)
-    if tier and sources is not None:
-        revoked += sources.revoke_writes(PURGED)
-    keys = context.pool.keys()
-    if context.recorder.current is not None:
-        context.recorder.current.note(Purged(time.monotonic(), len(keys)))
-    hidden = 0
-    for start in range(0, len(keys), KEYS_PER_SLICE):
-        hidden += context.pool.hide(keys[start : start + KEYS_PER_SLICE])
-        await asyncio.sleep(0)
-    told: dict[str, Any] = {"purged": hidden, "revoked": revoked}
-    if tier and sources is not None:
-        cleared = await sources.clear(keys, CLEAR_S)
-        if sources.tier is not None and cleared is not None:
-            told["tier"] = {"backend": sources.tier.name, "purged": cleared.objects, "reason": cleared.reason}
+    behind = context.sources if tier else None
+    # From before the revoking: what is found behind the arena meanwhile would be fetched back into it.
+    with behind.withheld() if behind is not None else contextlib.nullcontext():
+        context.handoffs.purge(PURGED)
+        while context.handoffs.returning:  # noqa: ASYNC110 - what returns is done in turns on this loop
+            await asyncio.sleep(0)
+        context.driver.handle(*(StepsRevoked(one.number, False, PURGED) for one in context.sessions if one.memory))
+        revoked = context.driver.incoming.revoke(PURGED)
+        if behind is not None:
+            revoked += behind.revoke_writes(PURGED)
+        keys = context.pool.keys()
+        if context.recorder.current is not None:
+            context.recorder.current.note(Purged(time.monotonic(), len(keys)))
+        hidden = 0
+        for start in range(0, len(keys), KEYS_PER_SLICE):
+            hidden += context.pool.hide(keys[start : start + KEYS_PER_SLICE])
+            await asyncio.sleep(0)
+        told: dict[str, Any] = {"purged": hidden, "revoked": revoked}
+        if behind is not None:
+            cleared = await behind.clear(keys, CLEAR_S)
+            if behind.tier is not None and cleared is not None:
+                told["tier"] = {"backend": behind.tier.name, "purged": cleared.objects, "reason": cleared.reason}
     log.info("pool_purged", session=session.number, **told)
     return told

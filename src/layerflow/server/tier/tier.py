@@ -8,10 +8,11 @@ costs its own transfers and nothing else.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,6 +124,9 @@ FREED_PER_SLICE = 2048
 CLEARED_PER_SLICE = 16_384
 """Keys of a purge that are packed in one go, some 2 ms."""
 
+ANSWER_S = 0.5
+"""Of the time that a purge has, what is left for the answer to come back."""
+
 MAX_HIDDEN_KEYS = 65_536
 """Objects that are not offered at a time; of more, those whose read failed first are offered again."""
 HIDE_S = 30.0
@@ -168,6 +172,7 @@ class Tier:
         self._recent = ChunkIndex(MAX_RECENT_CHUNKS)  # of a backend without an index: what this server wrote to it
         self._hidden: ExpiringSet[bytes] = ExpiringSet(MAX_HIDDEN_KEYS)  # their last read failed: a retry must not loop
         self._clearing: dict[int, asyncio.Future[Cleared]] = {}
+        self._withheld = 0  # purges under way
         self._numbers = ascending()
         self._host = HostProcess(name, options, *arena, self)
         self._questions = Questions(self._host.send)
@@ -193,14 +198,14 @@ class Tier:
 
     def holds(self, keys: Sequence[bytes]) -> list[bool]:
         """Return which of `keys` can be brought for certain: those on their way, and those in the tier's index."""
-        known = self._index if self.up else ()
+        known = self._index if self._offering else ()
         hidden = self._hidden.among(keys, time.monotonic())
         coming = self._fetches.among(keys)
         return [come or (key in known and key not in hidden) for key, come in zip(keys, coming, strict=True)]
 
     def lists(self, key: bytes) -> bool:
         """Is the object in the tier's index, and can it be read? Of a tier without an index it is not known."""
-        return self.up and key in self._index and not self._hidden.among([key], time.monotonic())
+        return self._offering and key in self._index and not self._hidden.among([key], time.monotonic())
 
     async def ask(self, keys: Sequence[bytes], charge: Charge, until: float) -> frozenset[bytes]:
         """Ask the backend which of `keys` can be brought; one with an index has said so already.
@@ -209,7 +214,7 @@ class Tier:
         :param until: the answer comes by then, monotonic seconds.
         """
         hidden = self._hidden.among(keys, time.monotonic())
-        wanted = [key for key in keys if key not in hidden] if self.up and not self.indexed else []
+        wanted = [key for key in keys if key not in hidden] if self._offering and not self.indexed else []
         timeout_s = until - time.monotonic()
         if not wanted or timeout_s <= 0:
             return frozenset()
@@ -234,7 +239,7 @@ class Tier:
     @property
     def chunks(self) -> ChunkIndex:
         """Chunks that can be brought. Of a backend without an index: whether they are there is to be asked."""
-        if not self.up:
+        if not self._offering:
             return NO_CHUNKS
         return self._index.chunks if self.indexed else self._recent
 
@@ -246,7 +251,7 @@ class Tier:
         :param layers: the model's layer numbers of the group.
         :param engine: for which.
         """
-        if not self.up:
+        if not self._offering:
             return
         hidden = self._hidden.among([new.key for new in objects], time.monotonic())
         coming = self._incoming.coming
@@ -266,6 +271,25 @@ class Tier:
         """What is on its way to the backend is not published there. How many objects."""
         return self._writes.revoke(reason)
 
+    @contextlib.contextmanager
+    def withheld(self) -> Iterator[None]:
+        """Meanwhile nothing is offered or brought; saves are written as always.
+
+        Whoever asks for what is being removed would bring it into the arena, behind the purge that has emptied that.
+        """
+        self._withheld += 1
+        self._questions.give_up()
+        self._turned()
+        try:
+            yield
+        finally:
+            self._withheld -= 1
+            self._turned()
+
+    @property
+    def _offering(self) -> bool:
+        return self.up and not self._withheld
+
     async def clear(self, keys: Sequence[bytes], timeout_s: float) -> Cleared:
         """Remove what the backend holds, once writes under way have ended.
 
@@ -282,12 +306,13 @@ class Tier:
                     packed += b"".join(keys[start : start + CLEARED_PER_SLICE])
                     await asyncio.sleep(0)
                 self._clearing[number] = answer
-                left_ms = max(1, round((until - time.monotonic()) * 1e3))
+                left_ms = max(1, round((until - ANSWER_S - time.monotonic()) * 1e3))
                 if not self._host.send(Clear(number, bytes(packed), left_ms)):
                     return Cleared(number, 0, "its host process is not running; purge again when it is")
                 return await answer
         except TimeoutError:
-            return Cleared(number, 0, f"it did not answer within {timeout_s:g} s; purge again")
+            why = f"it did not answer within {timeout_s:g} s, and offers what it still has; purge again"
+            return Cleared(number, 0, why)
         finally:
             self._clearing.pop(number, None)
 
