@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,9 +15,11 @@ from hosts import slow_disk
 from hosts.bench import PATIENCE_S, Thing
 from hosts.disk_bench import DiskBench, files
 from hosts.served import Served, write
+from layerflow.hosts.backend import BackendError, Unreachable
 from layerflow.hosts.disk import backend as disk
 from layerflow.hosts.disk.backend import Disk
 from layerflow.hosts.disk.folder import Folder
+from layerflow.hosts.disk.index import DiskIndex
 from layerflow.wire.host_messages import Fetch, Fetched, Indexed, Pull, Up
 from layerflow_testing import ARENA, OK, load, save, soon
 
@@ -115,6 +119,36 @@ def test_what_goes_while_the_folder_is_read_does_not_come_back(bench, gate):
     gate.go.set()
     scanned(bench.first.backend)
     agrees(bench, old[10:])
+
+
+def test_a_purge_waits_until_the_folder_is_read(bench, gate):
+    old = [bench.thing(number) for number in range(20)]
+    assert save(bench, bench.first, old) == [OK] * 20
+    reread(bench, gate)
+    new = bench.thing("new")
+    assert save(bench, bench.first, [new]) == [OK]
+    backend = bench.first.backend
+    with pytest.raises(BackendError, match="still being read; purge again"):
+        backend.clear([], time.monotonic())
+    removed: list[int] = []
+    purge = threading.Thread(target=lambda: removed.append(backend.clear([], soon())))
+    purge.start()
+    gate.go.set()
+    purge.join()
+    assert removed == [21]
+    scanned(backend)
+    agrees(bench, [])
+
+
+def test_a_folder_that_cannot_be_read_is_not_called_empty(bench, gate, monkeypatch):
+    gate.shut()
+    bench.restart()
+    gate.arrive()
+    monkeypatch.setattr(DiskIndex, "fill", Mock(side_effect=OSError(5, "it broke")))
+    assert save(bench, bench.first, [bench.thing("new")]) == [OK]
+    gate.go.set()
+    with pytest.raises(Unreachable, match="cannot be read"):
+        bench.first.backend.clear([], soon())
 
 
 def test_a_file_listed_before_it_was_evicted(bench, gate):

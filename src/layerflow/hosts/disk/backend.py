@@ -356,7 +356,7 @@ class Scan:
         self._index, self._folder = index, folder
         self._reading = index.clear()
         self._began = time.monotonic()
-        self._done = threading.Event()
+        self._listed, self._done = threading.Event(), threading.Event()
         self.objects = 0  #: found so far
         self.error = ""  #: why the folder cannot be read; empty = it can
         threading.Thread(target=self._run, name="layerflow-scan", daemon=True).start()
@@ -370,6 +370,10 @@ class Scan:
         """Whether it has ended in time."""
         return self._done.wait(timeout_s)
 
+    def wait_listed(self, timeout_s: float) -> bool:
+        """Whether in time all files that it finds are in the index, or it has ended; `error` says whether it could."""
+        return self._listed.wait(timeout_s)
+
     def _run(self) -> None:
         try:
             self._fill()
@@ -377,11 +381,12 @@ class Scan:
             self.error = f"cannot be read: {error.strerror}; see the system's log"
             log.warning("disk_not_read", error=error.strerror)
         except _Superseded:
-            log.info("disk_reading_stopped", reason="the folder was opened anew")
+            log.info("disk_reading_stopped", reason="the folder was opened anew, or emptied")
         except Exception as error:  # what was found until then is not all there is
             self.error = f"cannot be read: {type(error).__name__}: {error}"
             log.exception("disk_not_read", error=self.error)
         finally:
+            self._listed.set()
             self._done.set()
 
     def _fill(self) -> None:
@@ -394,6 +399,7 @@ class Scan:
                     self._folder.remove(stored)
             removed += len(outdated)
         self._index.filled(self._reading)
+        self._listed.set()
         while True:
             with self._index.lock:
                 victims = self._index.shrink_to_capacity(REMOVE_BATCH)
@@ -418,7 +424,7 @@ class Scan:
         then."""
         for at in range(0, len(found), DESCRIBED):
             few = [(stored, self._folder.block_digests(stored)) for stored in found[at : at + DESCRIBED]]
-            if not self._index.describe(few):  # another scan reads the folder, which was opened anew
+            if not self._index.describe(few):
                 raise _Superseded
 
     def _count(self, objects: int, nbytes: int) -> None:
@@ -428,7 +434,7 @@ class Scan:
 
 
 class _Superseded(Exception):
-    """The folder at this path is another one by now, and read by another scan."""
+    """Nothing that was found is there: all was removed, or the folder is another one by now and has another scan."""
 
 
 DEFAULT_TIMEOUT_MS = 5000
@@ -518,12 +524,22 @@ class Disk(Backend):
                     self._home().remove(stored)
 
     def clear(self, keys: Sequence[bytes], until: float) -> int:
-        """Everything that is on this disk."""
+        """Everything that is on this disk.
+
+        While the folder is read, most of that is not known: whatever is found later would be offered.
+        """
+        scan = self._scan
+        if scan is None or not scan.wait_listed(max(0.0, until - time.monotonic())):
+            raise BackendError("the folder is still being read; purge again")
+        if scan.error:
+            raise Unreachable(f"{self._path} {scan.error}")
         held = [entry.key for entry in self._index.entries()]
         for done, key in enumerate(held):
             if time.monotonic() >= until:
                 raise BackendError(f"{done} of {len(held)} objects were removed in time; purge again for the rest")
             self.hide([key])
+        if self._scan is not scan:
+            raise BackendError("the folder was opened anew meanwhile; purge again")
         return len(held)
 
     def open_fetch(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
