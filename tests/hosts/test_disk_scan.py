@@ -141,11 +141,9 @@ def test_a_purge_waits_until_the_folder_is_read(bench, gate):
 
 
 def test_a_folder_that_cannot_be_read_is_not_called_empty(bench, gate, monkeypatch):
-    gate.shut()
-    bench.restart()
-    gate.arrive()
+    assert save(bench, bench.first, [bench.thing("old")]) == [OK]
+    reread(bench, gate)
     monkeypatch.setattr(DiskIndex, "fill", Mock(side_effect=OSError(5, "it broke")))
-    assert save(bench, bench.first, [bench.thing("new")]) == [OK]
     gate.go.set()
     with pytest.raises(Unreachable, match="cannot be read"):
         bench.first.backend.clear([], soon())
