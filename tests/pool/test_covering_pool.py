@@ -104,8 +104,10 @@ def test_pieces_are_pinned(pool: CoveringPool) -> None:
         store(pool, bytes([n]) * 24)
     assert pool.lookup(halves) == [True, True]
     pool.release(READER)
-    for n in range(10, 90):
+    for n in range(10, 90):  # these are read, too
         store(pool, bytes([n]) * 24)
+        pool.acquire([bytes([n]) * 24], READER, FOREVER)
+        pool.release(READER)
     assert pool.lookup([*halves, whole]) == [False, False, False]
     pool.validate()
 

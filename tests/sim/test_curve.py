@@ -107,7 +107,7 @@ def test_a_public_hour_of_conversations():
         size = blocks * (512 * 4096 * 32 + 64) + (8 << 20)
         [point] = hit_curve(trace, spec, [size], eviction=Lru, skip=0.5)
         [ours] = hit_curve(trace, spec, [size], skip=0.5)
-        print(f"{blocks} blocks: LRU {point.hit_rate:.2%}, S3-FIFO {ours.hit_rate:.2%}")
+        print(f"{blocks} blocks: LRU {point.hit_rate:.2%}, ours {ours.hit_rate:.2%}")
         assert point.hit_rate == pytest.approx(least_recently_used(trace, blocks, skip=0.5), abs=0.01)
         if find_spec("kvcache_sim") is not None:
             assert point.hit_rate == pytest.approx(_theirs(blocks), abs=0.01)

@@ -81,9 +81,7 @@ def simulate(
         float, typer.Option(min=1e-6, metavar="X", help="Let requests come so many times as fast as they came.")
     ] = 1.0,
     first: Annotated[int, typer.Option(min=0, metavar="N", help="Only so many requests; 0 = all.")] = 0,
-    eviction: Annotated[
-        str, typer.Option(metavar="NAME", help="s3fifo, as the server; or lru, to compare with.")
-    ] = "s3fifo",
+    eviction: Annotated[str, typer.Option(metavar="NAME", help="car, as the server; or lru, to compare with.")] = "car",
     curve: Annotated[
         str | None, typer.Option(metavar="KEY", help="Hit tokens by the value of a key: pool.size. Takes no link.")
     ] = None,
@@ -136,7 +134,7 @@ def simulate(
         if curve is None:
             if any((flops, active_params, layer_us, engine_tokens, step_ms, engines != 1, tp != 1)):
                 raise ConfigError(f"{trace}: is a recording, and tells its own engines and compute")
-            if eviction != "s3fifo":
+            if eviction != "car":
                 raise ConfigError(f"{trace}: --eviction {eviction} belongs to --curve, where a recording is replayed")
             _replay(trace, file, given, link_cost(link, link_latency_us), json_file)
             return

@@ -1,9 +1,9 @@
-"""Which object goes when room is needed: S3-FIFO.
+"""Which object goes when room is needed: CAR, "clock with adaptive replacement".
 
-Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023. New objects wait in a small
-queue and must be used twice there to reach the main one, so a scan of objects that nobody comes back
-for leaves without pushing out what is used; keys that left lately are remembered (ghosts) and go
-straight to the main queue when they return.
+Bansal and Modha, FAST 2004, in bytes. New objects wait in one queue, and those that were read since in another, so
+that a scan of objects that nobody comes back for leaves without pushing out what is used. How much of the room the
+first one may keep follows what comes back after it has left: what left the first queue too early makes it larger, what
+left the second one smaller. Where prompts are mostly continued soon, that is near to least recently used.
 
 Pinned objects are taken out of the queues (parked): a victim is found in amortised O(1) however many
 objects are pinned.
@@ -17,23 +17,23 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 from layerflow.errors import PoolError
 
-SMALL_SHARE = 0.1  # of the evictable bytes; the paper's value
-MAX_USES = 3
-PROMOTE_USES = 2
+LEAST_SHARE, MOST_SHARE = 0.05, 0.95
+"""Of the evictable bytes: between these lies what the queue of new objects may keep; half of them to begin with."""
+
 MOST_MOVES = 16  # of objects that stay, for one victim; where all of many were used, the others move for the next ones
-_MIN_GHOSTS = 64
+_MIN_LEFT = 64
 
 
 class Evictable:
     """What the policy keeps with each object."""
 
-    __slots__ = ("after", "before", "key", "proven", "room", "uses")
+    __slots__ = ("after", "before", "key", "proven", "room", "used")
 
     def __init__(self, key: bytes, room: int) -> None:
         self.key = key
         self.room = room  #: bytes that come free when it goes
-        self.uses = 0
-        self.proven = False  #: belongs to the main queue
+        self.used = False  #: since it came into its queue, or was last passed over
+        self.proven = False  #: belongs to the queue of those that were read again
         self.before: Any = None  #: the neighbours in its queue, which keeps them; None in no queue
         self.after: Any = None
 
@@ -95,7 +95,7 @@ class Queue(Generic[ItemT]):
 
 
 class EvictionPolicy(Protocol[ItemT]):
-    """What the pool needs of an order in which objects go; see :class:`S3Fifo` for what each method does."""
+    """What the pool needs of an order in which objects go; see :class:`AdaptiveClock` for what each method does."""
 
     def __len__(self) -> int: ...
 
@@ -114,26 +114,53 @@ class EvictionPolicy(Protocol[ItemT]):
     def validate(self) -> None: ...
 
 
-class S3Fifo(Generic[ItemT]):
+class LeftKeys:
+    """The keys that have left a queue lately."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[bytes, int] = {}  # by key, which of all that left it was
+        self._order: deque[bytes] = deque()
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def add(self, key: bytes, most: int) -> None:
+        """One has left; at most so many are remembered."""
+        self._count += 1
+        self._numbers[key] = self._count
+        self._order.append(key)
+        # Two for one: where many objects were pinned at once, the keys beyond are not forgotten in one go.
+        for _ in range(min(2, len(self._order) - most)):
+            oldest = self._count - len(self._order) + 1
+            forgotten = self._order.popleft()
+            if self._numbers.get(forgotten) == oldest:  # not one that came back, or left again later
+                del self._numbers[forgotten]
+
+    def take(self, key: bytes) -> bool:
+        """Has this one left lately? Then it is forgotten: it is back."""
+        return self._numbers.pop(key, None) is not None
+
+
+class AdaptiveClock(Generic[ItemT]):
     """The eviction order of the objects that may go.
 
     :ivar moves: of objects that stayed, for all victims so far.
+    :ivar share: of the evictable bytes, what new objects may keep.
     """
 
     def __init__(self) -> None:
-        self._small: Queue[ItemT] = Queue()
-        self._main: Queue[ItemT] = Queue()
-        self._ghosts: dict[bytes, int] = {}  # by key, which of all victims it was
-        self._left: deque[bytes] = deque()  # the keys of the latest victims
-        self._victims = 0
-        self._small_bytes = 0
-        self._main_bytes = 0
+        self._new: Queue[ItemT] = Queue()
+        self._proven: Queue[ItemT] = Queue()
+        self._left_new, self._left_proven = LeftKeys(), LeftKeys()
+        self._new_bytes = self._proven_bytes = 0
+        self.share = 0.5
         self.moves = 0
         self._by_room: Counter[int] = Counter()
 
     def __len__(self) -> int:
         """Objects that may be evicted now."""
-        return len(self._small) + len(self._main)
+        return len(self._new) + len(self._proven)
 
     def of_size(self, room: int) -> int:
         """How many of them give back exactly `room` bytes."""
@@ -141,98 +168,95 @@ class S3Fifo(Generic[ItemT]):
 
     def admit(self, item: ItemT) -> None:
         """A new object may be evicted from now on."""
-        if self._ghosts.pop(item.key, None) is not None:
+        new, proven = self._left_new, self._left_proven
+        # Whoever is back has left its queue too early. The fewer left that one lately, the more its return says.
+        if new.take(item.key):
             item.proven = True
+            self._grow(item.room * max(1.0, len(proven) / (len(new) + 1)))
+        elif proven.take(item.key):
+            item.proven = True
+            self._grow(-item.room * max(1.0, len(new) / (len(proven) + 1)))
         self.unpark((item,))
 
     def use(self, items: Iterable[ItemT]) -> None:
         """Note that these objects were read."""
         for item in items:
-            uses = item.uses
-            if uses < MAX_USES:
-                item.uses = uses + 1
+            item.used = True
 
     def park(self, items: Collection[ItemT]) -> None:
         """Take out objects that may not be evicted (they are pinned), or are no longer there."""
-        small = [item for item in items if not item.proven]
-        main = [item for item in items if item.proven] if len(small) < len(items) else []
-        self._small.remove(small)
-        self._main.remove(main)
-        self._small_bytes -= sum([item.room for item in small])
-        self._main_bytes -= sum([item.room for item in main])
+        new = [item for item in items if not item.proven]
+        proven = [item for item in items if item.proven] if len(new) < len(items) else []
+        self._new.remove(new)
+        self._proven.remove(proven)
+        self._new_bytes -= sum([item.room for item in new])
+        self._proven_bytes -= sum([item.room for item in proven])
         self._uncount(items)
 
     def unpark(self, items: Collection[ItemT]) -> None:
         """Let these objects be evicted again, last of their queues."""
-        small = [item for item in items if not item.proven]
-        main = [item for item in items if item.proven] if len(small) < len(items) else []
-        self._small.append(small)
-        self._main.append(main)
-        self._small_bytes += sum([item.room for item in small])
-        self._main_bytes += sum([item.room for item in main])
+        new = [item for item in items if not item.proven]
+        proven = [item for item in items if item.proven] if len(new) < len(items) else []
+        self._new.append(new)
+        self._proven.append(proven)
+        self._new_bytes += sum([item.room for item in new])
+        self._proven_bytes += sum([item.room for item in proven])
         for room, count in _rooms(items).items():
             self._by_room[room] += count
 
     def victim(self) -> ItemT | None:
         """The object to evict now, taken out of the order; None where nothing may go.
 
-        At most :data:`MOST_MOVES` objects that stay move meanwhile. Then the small queue has to wait, and of the main
-        queue's objects that were passed over the one goes that was used least.
+        At most :data:`MOST_MOVES` objects that stay move meanwhile. Then new objects have to wait, and of the proven
+        ones that were passed over the first goes.
         """
-        small, main = self._small, self._main
-        moves, least = 0, None
-        while small or main:
-            share = SMALL_SHARE * (self._small_bytes + self._main_bytes)
-            if small and (not main or (self._small_bytes >= share and moves < MOST_MOVES)):
-                item = small.pop()
-                self._small_bytes -= item.room
-                if item.uses >= PROMOTE_USES:
-                    item.proven, item.uses = True, 0
-                    main.append((item,))
-                    self._main_bytes += item.room
-                    self.moves += 1
+        new, proven = self._new, self._proven
+        moves = 0
+        passed: ItemT | None = None
+        while new or proven:
+            share = self.share * (self._new_bytes + self._proven_bytes)
+            if new and (not proven or (self._new_bytes >= share and moves < MOST_MOVES)):
+                item = new.pop()
+                self._new_bytes -= item.room
+                if item.used:
+                    item.proven, item.used = True, False
+                    proven.append((item,))
+                    self._proven_bytes += item.room
                     moves += 1
                     continue
-                self._remember(item.key)
+                self._left_new.add(item.key, max(len(self), _MIN_LEFT))
             else:
-                item = main.pop()
-                if item.uses and moves < MOST_MOVES:
-                    item.uses -= 1
-                    main.append((item,))
-                    self.moves += 1
+                item = proven.pop()
+                if item.used and moves < MOST_MOVES:
+                    item.used = False
+                    proven.append((item,))
                     moves += 1
-                    if least is None or item.uses < least.uses:
-                        least = item
+                    passed = passed or item
                     continue
-                if item.uses and least is not None and least.uses < item.uses:
-                    main.push_first(item)
-                    item = least
-                    main.remove((item,))
-                self._main_bytes -= item.room
+                if item.used and passed is not None:
+                    proven.push_first(item)
+                    item = passed
+                    proven.remove((item,))
+                self._proven_bytes -= item.room
+                self._left_proven.add(item.key, max(len(self), _MIN_LEFT))
+            self.moves += moves
             self._uncount((item,))
             return item
         return None
 
     def validate(self) -> None:
         """:raises PoolError: the books do not add up."""
-        sizes = Counter(item.room for queue in (self._small, self._main) for item in queue)
+        sizes = Counter(item.room for queue in (self._new, self._proven) for item in queue)
         if sizes != self._by_room:
             raise PoolError("eviction counts sizes that its queues do not hold")
-        for queue, nbytes, proven in ((self._small, self._small_bytes, False), (self._main, self._main_bytes, True)):
+        for queue, nbytes, proven in ((self._new, self._new_bytes, False), (self._proven, self._proven_bytes, True)):
             if nbytes != sum(item.room for item in queue) or any(item.proven is not proven for item in queue):
-                raise PoolError(f"the {'main' if proven else 'small'} queue of eviction miscounts its objects")
+                raise PoolError(f"the queue of {'proven' if proven else 'new'} objects miscounts them")
 
-    def _remember(self, key: bytes) -> None:
-        self._victims += 1
-        self._ghosts[key] = self._victims
-        self._left.append(key)
-        most = max(len(self._small) + len(self._main), _MIN_GHOSTS)
-        # Two for one: where many objects were pinned at once, the ghosts beyond are not forgotten in one go.
-        for _ in range(min(2, len(self._left) - most)):
-            oldest = self._victims - len(self._left) + 1
-            forgotten = self._left.popleft()
-            if self._ghosts.get(forgotten) == oldest:  # not one that came back, or left again later
-                del self._ghosts[forgotten]
+    def _grow(self, nbytes: float) -> None:
+        """Let new objects keep so many bytes more."""
+        share = self.share + nbytes / (self._new_bytes + self._proven_bytes + abs(nbytes))
+        self.share = min(MOST_SHARE, max(LEAST_SHARE, share))
 
     def _uncount(self, items: Collection[ItemT]) -> None:
         by_room = self._by_room

@@ -27,7 +27,7 @@ from layerflow.pool.base import (
 )
 from layerflow.pool.chunk_index import ANY_LENGTH
 from layerflow.pool.directory import Directory, DirectoryEntry, ObjectState
-from layerflow.pool.eviction import EvictionPolicy, S3Fifo
+from layerflow.pool.eviction import AdaptiveClock, EvictionPolicy
 from layerflow.pool.slots import Slots
 from layerflow.presence import Presence, PresenceWriter
 
@@ -237,7 +237,7 @@ class MemoryPool:
     :param presence: a table to tell clients with; None = they are told nothing.
     :param lease_share: leases pin only while all pins are within this share of the room.
     :param headers: of the objects; None = in the arena.
-    :param policy: in which order objects go; None = S3-FIFO.
+    :param policy: in which order objects go; None = CAR.
     """
 
     def __init__(
@@ -254,7 +254,9 @@ class MemoryPool:
         self._view = arena.view
         self._headers = headers or Headers(arena.view)
         self._directory = Directory(arena.nbytes, presence)
-        self._room = Room(arena.nbytes, self._directory, self._headers, policy if policy is not None else S3Fifo())
+        self._room = Room(
+            arena.nbytes, self._directory, self._headers, policy if policy is not None else AdaptiveClock()
+        )
         self._slots = self._room.slots
         self._policy = self._room.policy
         self._hits = self._misses = self._commits = self._full = self._revoked = self._hidden = 0

@@ -23,7 +23,7 @@ from layerflow.keys import object_keys
 from layerflow.objects import object_bytes
 from layerflow.pool.base import NewObject, ReserveStatus
 from layerflow.pool.directory import DirectoryEntry
-from layerflow.pool.eviction import EvictionPolicy, S3Fifo
+from layerflow.pool.eviction import AdaptiveClock, EvictionPolicy
 from layerflow.pool.memory import MemoryPool
 from layerflow.sim.arena import SimulatedArena, SimulatedHeaders
 from layerflow.sim.kinds import refuse_kinds
@@ -66,7 +66,7 @@ def hit_curve(
     spec: ModelSpec,
     sizes: Sequence[int],
     *,
-    eviction: Callable[[], EvictionPolicy[DirectoryEntry]] = S3Fifo,
+    eviction: Callable[[], EvictionPolicy[DirectoryEntry]] = AdaptiveClock,
     sample: int = 1,
     skip: float = 0.0,
 ) -> Iterator[CurvePoint]:

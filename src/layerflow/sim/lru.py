@@ -1,4 +1,4 @@
-"""Least recently used, to compare S3-FIFO with: what other simulators assume of a cache."""
+"""Least recently used, to compare CAR with: what other simulators assume of a cache."""
 
 from __future__ import annotations
 

@@ -36,4 +36,4 @@ class Machine:
     step_seconds: float = 0.0
     loading_seconds: float = 0.0
     batch_seconds: float = 0.0
-    eviction: str = "s3fifo"
+    eviction: str = "car"

@@ -12,7 +12,7 @@ import msgspec
 from layerflow.config.settings import Settings
 from layerflow.flow.window import BatchCaps, WindowCaps
 from layerflow.pool.directory import DirectoryEntry
-from layerflow.pool.eviction import EvictionPolicy, S3Fifo
+from layerflow.pool.eviction import AdaptiveClock, EvictionPolicy
 from layerflow.pool.memory import MemoryPool
 from layerflow.server.terms import limits_of, terms_of
 from layerflow.sim.arena import SimulatedArena, SimulatedHeaders
@@ -26,7 +26,7 @@ from layerflow.sim.trace import RequestTrace
 from layerflow.sim.worker import LinkTimes, SimulatedLink, SimulatedWorker
 from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
 
-EVICTIONS: dict[str, Callable[[], EvictionPolicy[DirectoryEntry]]] = {"s3fifo": S3Fifo, "lru": Lru}
+EVICTIONS: dict[str, Callable[[], EvictionPolicy[DirectoryEntry]]] = {"car": AdaptiveClock, "lru": Lru}
 """Orders of eviction by name: layerflow's, and one to compare it with."""
 
 

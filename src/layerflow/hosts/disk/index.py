@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from layerflow.errors import PoolError
 from layerflow.hosts.backend import IndexEntry, ObjectLocation, ObjectStatus
 from layerflow.hosts.disk.folder import StoredFile
-from layerflow.pool.eviction import S3Fifo
+from layerflow.pool.eviction import AdaptiveClock
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class DiskIndex:
         self._held: dict[bytes, StoredFile] = {}
         self._reserved: dict[bytes, int] = {}
         self._reserved_bytes = 0
-        self._policy: S3Fifo[StoredFile] = S3Fifo()
+        self._policy: AdaptiveClock[StoredFile] = AdaptiveClock()
         self._used = self._pinned = 0
         self._reading: FolderReading | None = None
         self._evictions = self._evicted_bytes = 0
@@ -65,7 +65,7 @@ class DiskIndex:
         """Forget everything: the folder is read anew, and what an earlier reading finds is ignored."""
         with self.lock:
             lost = list(self._held)
-            self._held, self._policy = {}, S3Fifo()
+            self._held, self._policy = {}, AdaptiveClock()
             self._used = self._pinned = 0
             self._reading = FolderReading()
             if lost:
