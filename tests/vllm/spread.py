@@ -434,6 +434,7 @@ class SpreadEngine:
             self.core = EngineCore(config, SpreadExecutor, log_stats=False)
         self.ranks: list[Rank] = self.core.model_executor.ranks
         self._names = itertools.count()
+        self.handed_on: Mapping[str, Any] = {}
 
     def __enter__(self) -> SpreadEngine:
         return self
@@ -446,18 +447,25 @@ class SpreadEngine:
         """Layerflow's, of the first rank."""
         return self.ranks[0].connector._worker._layout.spec
 
-    def serve(self, *prompts: Sequence[int], answer: int = 2) -> list[int]:
-        """Serve prompts that arrive together; how many tokens of each were found cached."""
+    def serve(self, *prompts: Sequence[int], answer: int = 2, transfer: Mapping[str, Any] | None = None) -> list[int]:
+        """Serve prompts that arrive together; how many tokens of each were found cached.
+
+        :param transfer: their ``kv_transfer_params``; what comes back of the last that ends is :attr:`handed_on`.
+        """
         requests = []
         for prompt in prompts:
             name = f"request-{next(self._names)}"
-            params = SamplingParams(max_tokens=answer, ignore_eos=True)
+            extra = {"kv_transfer_params": dict(transfer)} if transfer else None
+            params = SamplingParams(max_tokens=answer, ignore_eos=True, extra_args=extra)
             requests.append(Request(name, list(prompt), params, None, block_hasher=self.core.request_block_hasher))
             self.core.add_request(requests[-1])
         ends = time.monotonic() + ANSWER_S
         while self.core.scheduler.has_requests():  # also while saves still read the blocks of requests that are over
             assert time.monotonic() < ends, f"not finished: {[request.status for request in requests]}"
-            self.core.step()
+            outputs, _ = self.core.step()
+            for each in (outputs or {}).values():
+                for output in each.outputs:
+                    self.handed_on = output.kv_transfer_params or self.handed_on
         return [self.ranks[0].hits[request.request_id] for request in requests]
 
     @property

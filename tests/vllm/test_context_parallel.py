@@ -63,6 +63,20 @@ def test_equal_sizes_find_each_row_again(sizes: dict[str, Any], serve: Serve) ->
         assert engine.wrong == 0
 
 
+def test_a_hand_off_between_other_tensor_sizes(serve: Serve) -> None:
+    """P in several steps, D with half as many ranks."""
+    server, asked = serve(), tokens(601, 1)
+    common: dict[str, Any] = {"model": "mla", "decode": 2, "interleave": 4, "extra": {"mode": "layerwise"}}
+    with (
+        SpreadEngine(server.endpoint, tensor=4, **common, max_num_batched_tokens=200) as prefill,
+        SpreadEngine(server.endpoint, tensor=2, **common) as decode,
+    ):
+        prefill.serve(asked, answer=1, transfer={"do_remote_decode": True})
+        assert prefill.handed_on["dcp_size"] == 2
+        assert decode.serve(asked, answer=3, transfer=prefill.handed_on) == [600]
+        assert decode.read and decode.wrong == prefill.wrong == 0
+
+
 def test_other_sizes_find_nothing_and_other_tensor_sizes_all(serve: Serve) -> None:
     server, asked = serve(), tokens(600, 1)
     with SpreadEngine(server.endpoint, tensor=2, decode=2, extra={"mode": "layerwise"}) as engine:
