@@ -37,7 +37,7 @@ from layerflow.hosts.memcache.setup import MemcacheConnection, make_store
 from layerflow.keys import object_key
 from layerflow.server import EmbeddedServer
 from layerflow.wire import codec
-from layerflow.wire.messages import Message, OpenStep
+from layerflow.wire.messages import LACKING, Message, OpenStep
 
 TOKENS = 100
 BLOCKS = 25
@@ -251,6 +251,7 @@ class TestWhatIsNotThere:
         assert all(not worker.wrong_bytes(run, layer, 0, 96, but=set(range(8, 12))) for layer in range(4))
         assert all(not worker.changed_bytes(run, layer, range(8, 12), 0xEE) for layer in range(4))
         assert pool.complete() == before
+        assert worker.agent.poll().failed_saves == ((run.name, LACKING),)
         assert eventually(lambda: pool.leases() == 0)
 
     def test_a_broken_header_hides_the_object(self, worker: KnownWorker, pool: FakePool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sglang_fakes import PAGE, PoolWorker, crawl, layout, page_hashes
 
+from layerflow.agent.step.step import NO_STEP
 from layerflow.agent.values import Ended
 from layerflow.connectors.sglang import saves as module
 from layerflow.connectors.sglang.layout import KV
@@ -41,7 +43,7 @@ class HandMadeAgent:
         self.reading: list[str] = []
         self.failed: list[tuple[str, str]] = []
         self.layers: dict[str, list[int]] = {}
-        self.refuses = False
+        self.refuses = self.silent = False
 
     def hashed_chain(self, hashes: list[bytes]) -> HashedChain:
         return HashedChain(bytes(16), hashes, PAGE)
@@ -49,6 +51,8 @@ class HandMadeAgent:
     def open_step(self, requests: list[Any]) -> Any:
         if self.refuses:
             raise RuntimeError("no room for a step")
+        if self.silent:
+            return NO_STEP
         (request,) = requests
         self.reading.append(request.request)
         self.layers[request.request] = []
@@ -164,6 +168,30 @@ def test_without_a_server_nodes_fail_at_once(embed: Embed, workers: Workers) -> 
     worker.saves.begin(page_hashes(2), worker.slots(2), allowed=True)
     assert worker.saves.ended() == 1
     assert not worker.saves.take()
+
+
+def test_a_node_without_room_is_not_stored(embed: Embed, workers: Workers) -> None:
+    server = embed(pool__size="64KiB")
+    worker = workers(server)
+    pool = server.server.pool
+    told = []
+    for seed in range(40):  # of 4 pages, some 3 KiB
+        worker.saves.begin(page_hashes(4, seed), worker.slots(4), allowed=True)
+        assert eventually(lambda: worker.saves.ended() == 1)
+        told.append(worker.saves.take())
+        server.call(lambda: pool.hold(pool.keys(), "a test", math.inf))
+    stored = [len(worker.loads.look_up(f"r{seed}", page_hashes(4, seed))) == 4 for seed in range(40)]
+    assert told == stored
+    assert told[0] and not told[-1]
+
+
+def test_while_the_server_is_silent_nodes_fail_at_once() -> None:
+    agent = HandMadeAgent()
+    agent.silent = True
+    saves = Saves(agent, layout("mha"), written=lambda: None)  # type: ignore[arg-type]
+    saves.begin(["a", "b"], SLOTS, allowed=True)
+    assert saves.ended() == 1
+    assert not saves.take()
 
 
 def test_a_server_that_is_lost_unlocks_every_node(embed: Embed, workers: Workers) -> None:

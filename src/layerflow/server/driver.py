@@ -105,8 +105,13 @@ class Driver:
         return len(self._books)
 
     def open(self, key: tuple[int, int], book: StepRecord) -> None:
-        """Remember a step before the core is told of it."""
+        """Remember a step before the core is told of it. With what follows its worker learns which saves have no room.
+
+        Of parts that have some, it learns that at their end: until then they are being read.
+        """
         self._books[key] = book
+        placed = set(book.save_parts)
+        self._give_up(key, [position for position in book.unplaced if position not in placed])
 
     def steps(self) -> list[tuple[int, int]]:
         """Open steps: session and number."""
@@ -272,6 +277,18 @@ class Driver:
             self._metrics.save_failed(_word(reason), len(command.parts))
         positions = [book.save_parts[part] for part in command.parts]
         self._notice(command.session).stored.append(Stored(command.step, positions, committed, reason))
+        if committed and book.unplaced:
+            self._give_up(step, [position for position in positions if position in book.unplaced])
+
+    def _give_up(self, step: tuple[int, int], positions: Sequence[int]) -> None:
+        """Tell the worker, once for each reason, that these save parts are not stored, or not wholly."""
+        session, number = step
+        reasons: dict[str, list[int]] = {}
+        for position in positions:
+            reasons.setdefault(self._books[step].unplaced[position], []).append(position)
+        if reasons:
+            told = self._notice(session).stored
+            told.extend(Stored(number, parts, False, why) for why, parts in reasons.items())
 
     def _commit_or_revoke(
         self, step: tuple[int, int], book: StepRecord, keys: list[bytes], committed: bool, reason: str

@@ -20,7 +20,7 @@ from layerflow.server.plans import plan_owner
 from layerflow.server.search import stored_object
 from layerflow.server.step_check import CheckedPart, CheckedStep
 from layerflow.spec import ModelSpec
-from layerflow.wire.messages import Covered, OpenStep, Plan, PlanPart
+from layerflow.wire.messages import LACKING, Covered, OpenStep, Plan, PlanPart
 from layerflow.wire.packing import pack_u32, pack_u64
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class StepRecord:
 
     :param save_parts: for each save part of the core: its position in the OpenStep message.
     :param save_keys: for each save part of the core: the keys it has room for.
+    :param unplaced: by position in the OpenStep message: why some of what a save part stores has no room.
     :param load_objects: per group: (first block number, key) of every object loaded, ascending.
     :param direct: its objects are the tier's business and its worker's, not the arena's.
     :param opened_at: monotonic seconds.
@@ -54,6 +55,7 @@ class StepRecord:
     in_turns: bool = False
     save_parts: list[int] = field(default_factory=list)
     save_keys: list[list[bytes]] = field(default_factory=list)
+    unplaced: dict[int, str] = field(default_factory=dict)
     load_objects: dict[int, list[tuple[int, bytes]]] = field(default_factory=dict)
     opened_at: float = field(default_factory=time.monotonic)
     _parts: dict[bytes, int] | None = None
@@ -225,6 +227,12 @@ A worker whose saves are shed again and again would leave its share of every pro
 at the first object that is missing.
 """
 
+NO_ROOM = {
+    ReserveStatus.FULL: "no room in the arena: everything in it is in use",
+    ReserveStatus.TOO_LARGE: "no room in the arena: one object is larger",
+}
+"""Why an object is given up before it is written. One that is stored, or another's to write, is not."""
+
 TakeReservations = Callable[[Sequence[NewObject], Owner], Mapping[bytes, int]]
 """Takes room over that a hand-off has kept: of those objects that have some, where it is."""
 
@@ -245,7 +253,11 @@ def plan_saves(
     for position, (wanted, objects) in enumerate(saves):
         # What a request computes on top of a hit that is not there would be wrong: it is not stored.
         turn = [replicas[wanted.group].is_writer(new.key) or new.key in unclaimed for new in objects]
-        mine = [] if wanted.request in bad else [*compress(objects, turn)]
+        mine = [*compress(objects, turn)]
+        unplaced = ""
+        if wanted.request in bad:
+            unplaced = "" if all(pool.lookup([new.key for new in mine])) else LACKING
+            mine = []
         kept = take_reservations(mine, book.owner)
         room = pool.reserve(mine, book.owner)
         offsets = [NOWHERE] * len(objects)
@@ -254,7 +266,11 @@ def plan_saves(
                 offsets[at] = place.offset
             elif kept:
                 offsets[at] = kept.get(objects[at].key, NOWHERE)
+            if offsets[at] == NOWHERE:
+                unplaced = unplaced or NO_ROOM.get(place.outcome, "")
         full += sum(place.outcome in (ReserveStatus.FULL, ReserveStatus.TOO_LARGE) for place in room)
+        if unplaced:
+            book.unplaced[position] = unplaced
         keys = [key for key, offset in zip(wanted.keys, offsets, strict=True) if offset != NOWHERE]
         blocks = sum(count for count, offset in zip(wanted.counts.tolist(), offsets, strict=True) if offset != NOWHERE)
         if keys:

@@ -25,7 +25,7 @@ from layerflow.agent.step.transfers import LOAD, SAVE
 from layerflow.hosts.backend import OK, ObjectLocation, ObjectResult, ObjectStatus, Unreachable
 from layerflow.ops.paged import PagedMemory
 from layerflow.system.threads import OwnedThread
-from layerflow.wire.messages import Batch, OpenStep
+from layerflow.wire.messages import LACKING, Batch, OpenStep
 
 STUCK_S = 1.0
 """A call of the client that takes longer makes new steps go without the pool until it returns."""
@@ -77,7 +77,8 @@ class DirectLane:
         """Lease what the step loads, allocate what it saves, and tell the server of what is left.
 
         :param send: sends the message, unless the step is over or its server gone: then False.
-        :param save_failed: told of each request of which the pool has no room for something, and why.
+        :param save_failed: told of each request of which something is not saved, and why: the pool has no room for it,
+            or lacks what it loads.
         """
         self.put(lambda: self._open(step, send, save_failed))
 
@@ -136,6 +137,8 @@ class DirectLane:
         step.leases = leases = StepLeases(loads, saves)
         for request, reason in saves.refused.items():
             save_failed(request, reason)
+        for request in lacking & {part.request for part in step.saves}:
+            save_failed(request, LACKING)
         if lacking:
             log.info("direct_loads_missing", step=step.number, requests=len(lacking))
         if leases.loads.objects():

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import structlog
 
+from layerflow.agent import NoStep
 from layerflow.agent.values import StepRequest
 from layerflow.connectors.common.guard import tell
 from layerflow.connectors.sglang.layout import PoolLayout
@@ -59,8 +60,7 @@ class Saves:
         begun = False
         if allowed and self._agent.attached:
             try:
-                self._open(name, hashes, slots)
-                begun = True
+                begun = self._open(name, hashes, slots)
             except Exception as error:  # noqa: BLE001 - told, and the node is reported as not stored
                 tell("offload", name, error)
         self._waiting.append(_Save(name, begun))
@@ -93,7 +93,8 @@ class Saves:
         self._waiting.clear()
         self._failed.clear()
 
-    def _open(self, name: str, hashes: Sequence[str], slots: Mapping[str, np.ndarray]) -> None:
+    def _open(self, name: str, hashes: Sequence[str], slots: Mapping[str, np.ndarray]) -> bool:
+        """Whether anything is being saved: nothing is while the server is silent."""
         chain = self._agent.hashed_chain([each.encode() for each in hashes])
         tables = self._layout.tables(len(hashes), slots)
         request = StepRequest(name, chain, tables, save=(0, len(hashes) * chain.chunk_tokens))
@@ -102,3 +103,4 @@ class Saves:
             event = self._written()
             for layer in range(self._agent.spec.num_layers):
                 step.layer_done(layer, event)
+        return not isinstance(step, NoStep)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from layerflow.wire.messages.base import (
     BROKEN,
+    LACKING,
     MAX_ITEMS,
     MAX_NAME,
     MAX_PARTS,
@@ -116,6 +117,7 @@ from layerflow.wire.messages.to_server import (
 __all__ = [
     "BROKEN",
     "INCARNATION_BYTES",
+    "LACKING",
     "MAX_ITEMS",
     "MAX_NAME",
     "MAX_PARTS",

@@ -8,6 +8,8 @@ import msgspec
 
 BROKEN = "broken"
 """How a Failure's reason begins when the load failed because of the object itself: it is hidden from lookup."""
+LACKING = "a load that it builds on is missing"
+"""Why what a request saves in a step is given up from the start."""
 
 WANT_ARENA, WANT_PRESENCE = b"a", b"p"
 """The byte after the token at the fd server: which descriptor the client asks for."""

@@ -207,7 +207,10 @@ class Grant(Message, frozen=True, tag=105):
 
 
 class Stored(Message, frozen=True):
-    """The end of save parts (positions in OpenStep.saves): published, or given back for `reason`."""
+    """The end of save parts (positions in OpenStep.saves): published, or given back for `reason`.
+
+    What had room for some of its objects only is told both ways, published first.
+    """
 
     step: int
     parts: list[int]
