@@ -9,12 +9,13 @@ case $? in 0) ;; 3) echo "backend tests: skipped"; exit 0 ;; *) exit 1 ;; esac
 cd "$root" || exit 1
 tests() { LAYERFLOW_TEST_BACKENDS=$1 "$here/with.sh" .venv/bin/python -m pytest -p no:cacheprovider --durations=10 "${@:2}"; }
 
-# memcache's tests wait more than they compute; beside the others', in a process of their own.
+# They wait for servers more than they compute. memcache's have one process, as a machine can have one MetaService; the
+# others' start servers of their own, so that two run beside each other.
 memcache=$(mktemp)
 tests memcache tests/backends "$@" >"$memcache" 2>&1 &
 beside=$!
 trap 'kill $beside 2>/dev/null; rm -f "$memcache"' EXIT
-tests others tests/backends tests/peers "$@"
+tests others tests/backends tests/peers -n 2 --dist worksteal "$@"
 others=$?
 echo "tests of memcache:"
 wait $beside
