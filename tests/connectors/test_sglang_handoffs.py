@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,10 @@ from server.support import Embed
 
 from layerflow.agent import Agent
 from layerflow.agent.lookups import Lookups
+from layerflow.agent.step.step import Step
 from layerflow.connectors.sglang.layout import KV, MAMBA, PoolGroup, PoolLayout
 from layerflow.connectors.sglang.pd.decoding import DecodeSide, Following, PromptProgress
-from layerflow.connectors.sglang.pd.prefilling import LOST, PrefillSide, PromptPart
+from layerflow.connectors.sglang.pd.prefilling import LOST, NONE_FAILED, PrefillSide, PromptPart
 from layerflow.server import EmbeddedServer
 from layerflow.spec import GroupSpec, ModelSpec, Plane
 
@@ -79,16 +80,22 @@ class Pair:
             self.d.agent, self.d.lookups, self.d.layout, after=self.d.agent.record, deadline_s=deadline_s
         )
 
-    def compute(self, part: PromptPart, *, told: range = range(LAYERS)) -> None:
+    def compute(self, *parts: PromptPart, told: range = range(LAYERS), failed: Mapping[int, str] = NONE_FAILED) -> None:
         """Run a batch: each layer writes its rows, then says so where it is told to."""
-        self.prefill.begin([part])
+        self.prefill.begin(parts)
+        self.compute_begun(parts, told=told, failed=failed)
+
+    def compute_begun(
+        self, parts: Sequence[PromptPart], *, told: range = range(LAYERS), failed: Mapping[int, str] = NONE_FAILED
+    ) -> None:
         for layer in range(LAYERS):
             rows = self.p.rows(layer)
-            for slot in [*part.slots[KV], *part.slots.get(MAMBA, ())]:
-                rows[slot] = (7 * slot + 31 * layer) % 251
+            for part in parts:
+                for slot in [*part.slots[KV], *part.slots.get(MAMBA, ())]:
+                    rows[slot] = (7 * slot + 31 * layer) % 251
             if layer in told:
                 self.prefill.layer_done(layer)
-        self.prefill.end_batch()
+        self.prefill.end_batch(failed)
 
     def ended(self, following: Following) -> PromptProgress:
         assert eventually(lambda: self.decode.poll(following) is not PromptProgress.COMING)
@@ -168,6 +175,45 @@ def test_a_prompt_that_is_given_up_fails_at_decode_with_its_reason(pair: Any) ->
     assert "aborted" in following.reason
     both.compute(PromptPart(1, HASHES, 5, slots([0, 1, 2, 3, 4])))  # a batch that was under way already
     both.prefill.forget(1)
+
+
+def test_what_is_computed_on_a_load_that_has_failed_is_never_stored(pair: Any, monkeypatch: Any) -> None:
+    """The verdict comes when every layer has been saved. Each load decides about its own request."""
+    both = pair()
+    opened: list[Step] = []
+    judged: dict[str, bool] = {}
+    open_step, release_saves = both.p.agent.open_step, both.p.agent.release_saves
+
+    def opening(requests: Any) -> Any:
+        opened.append(open_step(requests))
+        return opened[-1]
+
+    def releasing(step: Step, *, sound: bool) -> None:
+        (request,) = step.requests
+        judged[request] = sound
+        release_saves(step, sound=sound)
+
+    monkeypatch.setattr(both.p.agent, "open_step", opening)
+    monkeypatch.setattr(both.p.agent, "release_saves", releasing)
+    prompts = {room: [f"{10 * room + number:064x}" for number in range(3)] for room in range(3)}
+    theirs = {room: slots(list(range(3 * room, 3 * room + 3))) for room in prompts}
+    mine = {room: slots([15 - 3 * room, 14 - 3 * room, 13 - 3 * room]) for room in prompts}
+    followed = {room: both.decode.follow(room, prompts[room], 0, mine[room]) for room in prompts}
+    parts = [PromptPart(room, prompts[room], 3, theirs[room], loads=room != 1) for room in prompts]
+    both.prefill.begin(parts)
+    held = {request: step.saves_held for step in opened for request in step.requests}
+    assert held == {"sglang-0": True, "sglang-1": False, "sglang-2": True}
+    both.compute_begun(parts, failed={0: "deadline"})
+    assert judged == {"sglang-0": False, "sglang-2": True}
+    for room in prompts:
+        both.prefill.end(room)
+    assert both.ended(followed[0]) is PromptProgress.LOST
+    assert "deadline" in followed[0].reason
+    for room in (1, 2):
+        assert both.ended(followed[room]) is PromptProgress.THERE, followed[room].reason
+    assert eventually(lambda: not any(both.prefill.saving(room) for room in prompts))
+    chain = both.p.agent.hashed_chain([each.encode() for each in prompts[0]])
+    assert both.p.agent.lookup("later", chain).tokens == 0, "garbage is under the prompt's keys"
 
 
 def test_a_prefill_engine_that_dies_fails_at_decode(pair: Any) -> None:

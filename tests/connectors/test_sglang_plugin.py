@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -94,3 +95,29 @@ def test_without_a_failure_or_with_another_linker_nothing_is_told() -> None:
     plugin.tell_reasons(ended, SimpleNamespace(linker=SimpleNamespace(cache_linker=object())))
     plugin.tell_reasons(ended, SimpleNamespace(linker=None))
     assert ended[0].discard_output_reason == "sglang's own"
+
+
+class Manager:
+    """The transfer backend's, of a prefill engine."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[Any, list[str]]] = []
+        self.ended: list[Any] = []
+
+    def begin_batch(self, batch: Any, loading: Iterable[str] = ()) -> None:
+        self.begun.append((batch, list(loading)))
+
+    def end_batch(self, batch: Any) -> None:
+        self.ended.append(batch)
+
+
+@pytest.mark.parametrize("linker", [None, wrapper(Linker(), "b")], ids=["alone", "with-a-linker"])
+def test_a_batch_is_told_with_what_a_linker_loads_of_it(monkeypatch: pytest.MonkeyPatch, linker: Any) -> None:
+    manager = Manager()
+    monkeypatch.setattr(plugin, "_prefilling", [manager])
+    scheduler = SimpleNamespace(tree_cache=SimpleNamespace(linker=linker) if linker else SimpleNamespace())
+    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda: True))
+    plugin.batch_begins(scheduler, batch)
+    plugin.batch_ends("result", scheduler, batch)
+    assert manager.begun == [(batch, ["b"] if linker else [])]
+    assert manager.ended == [batch]

@@ -64,12 +64,14 @@ def start_pair(
     prefill: tuple[str, ...] = (),
     decode: tuple[str, ...] = (),
     timed: bool = False,
+    linked: bool = False,
 ) -> Pair:
     """Start both, side by side.
 
     :param backend: SGLang's transfer backend. :param tp: tensor ranks of prefill and decode.
     :param prefill: further arguments of the prefill server. :param decode: likewise.
     :param timed: the prefill server writes down when its layers have computed.
+    :param linked: the prefill server has layerflow's linker, too.
     """
     held, port = _held_port()
     page = {"page": 1, "overlap": False} if model == "qwen35" else {}
@@ -84,7 +86,7 @@ def start_pair(
             f"{model}-{role}-{backend}",
             model,
             tp=ranks,
-            linker=False,
+            linker=linked and role == "prefill",
             flags=("--disaggregation-mode", role, *extra),
             environment=MOONCAKE if backend == "mooncake" else (),
             timed=timed and role == "prefill",

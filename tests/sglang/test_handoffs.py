@@ -152,6 +152,32 @@ def test_a_decode_server_that_dies_leaves_nothing_behind(servers: Servers) -> No
 
 
 @pytest.mark.campaign
+def test_what_prefill_loads_itself_is_handed_over(servers: Servers) -> None:
+    """Its linker loads a prefix, whose verdict the hand-off's saves wait for."""
+    servers.serve()
+    pair = start_pair(servers, "llama", linked=True)
+    try:
+        long = prompt(90, 900)
+        cold = pair.generate(long)
+        assert cold.served, cold
+        pair.prefill.flush()
+        longer = [*long, *prompt(91, 100)]
+        first, second = pair.begin(longer)
+        assert first.result().host >= 800, "prefill has loaded nothing"
+        loaded = second.result()
+        assert loaded.served, loaded
+        servers.stop_serving()
+        servers.serve()
+        pair.prefill.flush()
+        deadline = time.monotonic() + SOON_S
+        while not (answer := pair.generate(longer)).served:
+            assert time.monotonic() < deadline, answer
+        assert answer.tokens == loaded.tokens
+    finally:
+        pair.close()
+
+
+@pytest.mark.campaign
 def test_a_recurrent_state_is_handed_over(servers: Servers) -> None:
     servers.serve()
     pair = start_pair(servers, "qwen35")

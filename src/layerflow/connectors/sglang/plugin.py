@@ -185,13 +185,14 @@ def batch_begins(scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
     """A batch is about to run on a prefill engine."""
     for manager in _prefilling:
         if batch.forward_mode.is_extend():
-            manager.begin_batch(batch)
+            linker = getattr(scheduler.tree_cache, "linker", None)
+            manager.begin_batch(batch, getattr(linker, "inflight_load_rids", ()))
 
 
-def batch_ends(result: Any, *args: Any, **kwargs: Any) -> None:
+def batch_ends(result: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
     """It has run, or has been given to the device."""
     for manager in _prefilling:
-        manager.prefill.end_batch()
+        manager.end_batch(batch)
 
 
 def cached_prefix(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -126,8 +126,11 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
 
     # -- prefill: SGLang's scheduler thread ----------------------------------------------------------
 
-    def begin_batch(self, batch: Any) -> None:
-        """A batch is about to run: what it computes of prompts that decode engines wait for is saved as it comes."""
+    def begin_batch(self, batch: Any, loading: Collection[str] = ()) -> None:
+        """A batch is about to run: what it computes of prompts that decode engines wait for is saved as it comes.
+
+        :param loading: ids of its requests that a cache linker loads some of.
+        """
         assert self.prefill is not None
         parts, obstacle = [], self.obstacle
         for request in batch.reqs:
@@ -136,10 +139,25 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
                 self.give_up(sender.bootstrap_room, obstacle)
             elif isinstance(sender, LayerflowSender):
                 sender.hashes = sender.hashes or prompt_hashes(request, self.kv_args.page_size)
-                parts.append(self._part(request, sender))
+                parts.append(self._part(request, sender, loads=request.rid in loading))
         self.prefill.begin(parts)
 
-    def _part(self, request: Any, sender: LayerflowSender) -> PromptPart:
+    def end_batch(self, batch: Any) -> None:
+        """It has run, or has been given to the device. SGLang has marked the requests whose loads have failed, the same
+        ones on every rank.
+        """
+        assert self.prefill is not None
+        failed = {
+            request.bootstrap_room: f"its cached prefix could not be loaded: {request.discard_output_reason.message}"
+            for request in batch.reqs
+            if isinstance(getattr(request, "disagg_kv_sender", None), LayerflowSender)
+            and request.discard_output_reason is not None
+        }
+        self.prefill.end_batch(failed)
+        for room, reason in failed.items():
+            self.tell_failure(room, reason)
+
+    def _part(self, request: Any, sender: LayerflowSender, *, loads: bool) -> PromptPart:
         page, total = self.kv_args.page_size, len(request.origin_input_ids)
         end = min(int(request.extend_end), total)
         pages = -(-end // page) if end == total else end // page
@@ -148,7 +166,7 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
         slots = {KV: (starts[:, None] + np.arange(page)).reshape(-1)}
         if end == total and request.kv.holds_mamba:
             slots[MAMBA] = _state_slot(self._request_pool, request.kv.req_pool_idx)
-        return PromptPart(sender.bootstrap_room, sender.hashes, pages, slots)
+        return PromptPart(sender.bootstrap_room, sender.hashes, pages, slots, loads)
 
     def add_transfer_request(
         self, room: int, kv_indices: Any, index_slice: Any, is_last_chunk: bool, aux_index: Any = None, **_: Any

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import structlog
 
+from layerflow.agent.step.step import NoStep, Step
 from layerflow.agent.values import StepRequest
 from layerflow.connectors.common.guard import tell
 from layerflow.connectors.sglang.layout import PoolLayout
 
 if TYPE_CHECKING:
-    from layerflow.agent import Agent, NoStep, Step
+    from layerflow.agent import Agent
     from layerflow.agent.client import HandoffInquiry
     from layerflow.agent.lookups import Lookups
     from layerflow.keys import HashedChain
@@ -23,6 +24,7 @@ DRAIN_S = 1.0
 """How long a request that is given up waits for batches that still read its slots; then its saves are cut off."""
 
 LOST = "its layerflow server was lost, or away"
+NONE_FAILED: Mapping[int, str] = {}
 
 log = structlog.get_logger("layerflow.sglang")
 
@@ -39,12 +41,14 @@ class PromptPart:
     :param hashes: of all of the prompt's pages, the last of which may be a part of one.
     :param end: pages that are whole once the batch has run.
     :param slots: by pool: the slots of these pages, of states the one behind the prompt's last token.
+    :param loads: the batch loads some of it. Whether what it computes is sound is known once that load has ended.
     """
 
     room: int
     hashes: Sequence[str]
     end: int
     slots: Mapping[str, np.ndarray]
+    loads: bool = False
 
 
 @dataclass(slots=True)
@@ -72,6 +76,8 @@ class PrefillSide:
     :param lookups: of the same engine. One rank opens and ends hand-offs; what the others save belongs to them too.
     :param leads: this is that rank.
     :param written: makes an event behind all that the forward pass has been given; None on the cpu.
+
+    :ivar _steps: the running batch's. :ivar _held: those among them, by room, that publish nothing before it has ended.
     """
 
     agent: Agent
@@ -80,13 +86,14 @@ class PrefillSide:
     leads: bool
     written: Callable[[], object]
     _prompts: dict[int, _Prompt] = field(default_factory=dict)
-    _step: Step | NoStep | None = None
+    _steps: list[Step | NoStep] = field(default_factory=list)
+    _held: dict[int, Step] = field(default_factory=dict)
     _seen: set[int] = field(default_factory=set)
 
     def begin(self, parts: Sequence[PromptPart]) -> None:
         """A batch is about to run."""
-        self.end_batch()
-        requests = []
+        self.end_batch(dict.fromkeys(self._held, "its batch was not ended"))
+        requests, loading = [], {}
         for part in parts:
             prompt = self._prompts.get(part.room)
             if prompt is None:
@@ -100,17 +107,30 @@ class PrefillSide:
             if part.end <= prompt.saved or prompt.over:
                 continue
             tables = self.layout.tables(part.end, part.slots)
-            requests.append(
-                StepRequest(handoff_name(part.room), prompt.chain, tables, save=(prompt.saved * page, part.end * page))
-            )
+            saved = prompt.saved * page, part.end * page
+            request = StepRequest(handoff_name(part.room), prompt.chain, tables, save=saved)
             prompt.saved = part.end
-        if requests:
-            try:
-                self._step = self.agent.open_step(requests)
-            except Exception as error:  # noqa: BLE001 - told; decode is told by the hand-off's end
-                tell("run_batch", None, error)
-                for part in parts:
-                    self._refuse(part.room, f"its saves could not begin: {error}")
+            if part.loads:
+                loading[part.room] = request
+            else:
+                requests.append(request)
+        try:
+            if requests:
+                self._steps.append(self.agent.open_step(requests))
+            for room, request in loading.items():
+                self._hold(room, request)
+        except Exception as error:  # noqa: BLE001 - told; decode is told by the hand-off's end
+            tell("run_batch", None, error)
+            for part in parts:
+                self._refuse(part.room, f"its saves could not begin: {error}")
+
+    def _hold(self, room: int, request: StepRequest) -> None:
+        """Save a prompt of which the batch loads some: in a step of its own, for its load alone decides about it."""
+        step = self.agent.open_step([request])
+        self._steps.append(step)
+        if isinstance(step, Step):
+            step.hold_saves()
+            self._held[room] = step
 
     def layer_done(self, layer: int) -> None:
         """The batch has written a layer's new keys and values.
@@ -118,19 +138,30 @@ class PrefillSide:
         :param layer: SGLang's number.
         """
         own = self.layout.layers.get(layer)
-        if self._step is not None and own is not None and own not in self._seen:
+        if self._steps and own is not None and own not in self._seen:
             self._seen.add(own)
-            self._step.layer_done(own, self.written())
+            event = self.written()
+            for step in self._steps:
+                step.layer_done(own, event)
 
-    def end_batch(self) -> None:
-        """The batch has run, or has been given to the device. Layers that no hook has told of are saved now."""
-        step, self._step = self._step, None
-        if step is not None:
-            for own in range(self.agent.spec.num_layers):
-                if own not in self._seen:
-                    step.layer_done(own, self.written())
+    def end_batch(self, failed: Mapping[int, str] = NONE_FAILED) -> None:
+        """The batch has run, or has been given to the device. Layers that no hook has told of are saved now.
+
+        :param failed: rooms whose loads have failed on some rank, and why: what was computed on them is given up.
+        """
+        steps, self._steps = self._steps, []
+        left = [own for own in range(self.agent.spec.num_layers) if own not in self._seen]
+        event = self.written() if steps and left else None
+        for step in steps:
+            for own in left:
+                step.layer_done(own, event)
             step.close()
         self._seen.clear()
+        held, self._held = self._held, {}
+        for room, step in held.items():
+            self.agent.release_saves(step, sound=room not in failed)
+        for room, reason in failed.items():
+            self.give_up(room, reason)
 
     def end(self, room: int) -> None:
         """All of a prompt is computed."""
