@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerflow.agent.lanes.load import WorkerDrivenLoads, WorkerDrivenQueue
 from layerflow.agent.lanes.task import CopyTask, EmulatedLink
 from layerflow.agent.step.transfers import CANCELLED
-from layerflow.flow.window import BatchCaps, PlannedLayer, WindowCaps
+from layerflow.flow.window import TURN, BatchCaps, PlannedLayer, WindowCaps
 
 
 class FakeStep:
@@ -88,6 +89,19 @@ def test_the_nearest_layer_goes_first_whoever_came_first():
     queue.add(loads(near, 2, 1, 100))
     order = [(task.step.number, task.batch.layer) for _ in range(2) for task in queue.take(BatchCaps(10, 100))]
     assert order == [(2, 0), (2, 1), (1, 2), (1, 3)]
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_small_batches_leave_a_few_at_a_time_and_a_calls_worth_at_once(steps):
+    for call, most in ((10, TURN), (10_000, 10_000)):
+        queue = WorkerDrivenQueue(WindowCaps(1_000_000, 0))
+        for number in range(steps):
+            queue.add(loads(FakeStep(number), 100, 1, 10))
+        turns = []
+        while queue:
+            turns.append(len(queue.take(BatchCaps(1, call))))
+        assert sum(turns) == steps * 100 and max(turns) <= most
+        assert len(turns) <= 3 * steps or call == 10
 
 
 def test_what_is_cut_off_ends_once_nothing_of_it_moves():

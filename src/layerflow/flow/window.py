@@ -106,18 +106,22 @@ class LayerCursor(BlockCursor):
         """The next batch's."""
         return self._layers[self._index].layer
 
-    def cut(self, caps: BatchCaps, room: int, upto: int) -> list[LayerBatch]:
+    def cut(
+        self, caps: BatchCaps, room: int, upto: int, *, batches: int = sys.maxsize, nbytes: int = 0
+    ) -> list[LayerBatch]:
         """The next batches.
 
         :param room: bytes for them, beyond which there is none but the first.
         :param upto: of layers up to this one.
+        :param batches: so many are enough, where they carry `nbytes`.
         """
         cut: list[LayerBatch] = []
-        while not self.exhausted and (layer := self.layer) <= upto:
+        while not self.exhausted and (len(cut) < batches or nbytes > 0) and (layer := self.layer) <= upto:
             extent = self.next_extent(*caps)
             if cut and extent.nbytes > room:
                 break
             room -= extent.nbytes
+            nbytes -= extent.nbytes
             self.batches += 1
             seals = False
             if 0 < extent.byte_hi < self.block_bytes:
@@ -195,12 +199,13 @@ class Window(Generic[LoadsT]):
         self._in_flight -= nbytes
 
     def take(self, caps: BatchCaps) -> tuple[list[tuple[LoadsT, list[LayerBatch]]], list[LoadsT]]:
-        """What may move now, and the steps of which nothing is left to be taken.
+        """What is to move next, and the steps of which nothing is left to be taken. Ask again once it has left.
 
         :param caps: of one call.
         """
         window, depth = self.caps
-        most = max(1, min(caps.nbytes, window))
+        most, call = max(1, min(caps.nbytes, window)), caps.nbytes
+        count = nbytes = 0
         taken: list[tuple[LoadsT, list[LayerBatch]]] = []
         exhausted: list[LoadsT] = []
         while True:
@@ -221,11 +226,15 @@ class Window(Generic[LoadsT]):
             # Where others wait too, it is their turn again behind this layer; and the first bytes leave at once.
             near, fresh = cursor.layer, not cursor.batches
             upto = sys.maxsize if alone and not fresh else near + FIRST_LAYERS - 1 if alone else near
-            cut = cursor.cut(caps, room, min(upto, first.frontier + depth) if depth else upto)
-            self._in_flight += sum([batch.extent.nbytes for batch in cut])
+            upto = min(upto, first.frontier + depth) if depth else upto
+            cut = cursor.cut(caps, room, upto, batches=TURN - count, nbytes=call - nbytes)
+            cut_bytes = sum([batch.extent.nbytes for batch in cut])
+            self._in_flight += cut_bytes
+            count, nbytes = count + len(cut), nbytes + cut_bytes
             if cut:
                 taken.append((first, cut))
-            if fresh or not cut:  # what is nearest may not move yet, nor then may anything else
+            # What is nearest may not move yet, nor then may anything else; or enough leaves now.
+            if fresh or not cut or (count >= TURN and nbytes >= call):
                 break
         return taken, exhausted
 
@@ -237,6 +246,10 @@ def _distance(loads: PlannedLoads) -> tuple[int, float]:
 
 IN_FLIGHT = 4
 """Batches that a window has room for at least, where blocks are that small."""
+
+TURN = 8
+"""Batches that are cut before the first of them leaves, and as many more as a call may carry: to cut hundreds of small
+ones takes milliseconds, in which the first would wait."""
 
 FIRST_LAYERS = 2
 """Of a step. They leave before the others are cut."""
