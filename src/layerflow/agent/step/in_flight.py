@@ -43,7 +43,7 @@ class InFlight:
     """What has begun and what has ended, by direction. Call it under the condition, which waiting gives up meanwhile.
 
     :param step: the step's number, for the log.
-    :param condition: the step's; notified whenever a batch has ended.
+    :param condition: the step's; notified whenever a batch has ended that somebody may wait for.
     """
 
     def __init__(self, step: int, condition: threading.Condition) -> None:
@@ -81,6 +81,10 @@ class InFlight:
     def has_begun(self, direction: int) -> bool:
         """Has any?"""
         return self._begun[direction] > 0
+
+    def has_one_ended(self, direction: int) -> bool:
+        """Has the first just ended, and no other?"""
+        return self._ended[direction] == 1
 
     def halt(self, direction: int) -> None:
         """Let no further batch of these begin."""

@@ -417,8 +417,18 @@ class StepTransfers:
                 self._arrivals.end(batch, failure, event)
             elif self.saves_overdue:
                 failure = failure or TOO_LATE
-            self._condition.notify_all()
+            if batch.direction == SAVE or self._concerns_waits(batch):
+                self._condition.notify_all()
             return failure
+
+    def _concerns_waits(self, batch: Batch) -> bool:
+        """May the end of a load batch be what somebody waits for? A wake-up for each would cost the lane as much again.
+
+        A layer is waited for until it is whole, a beginning until the first batch, and what is cut off or has failed
+        until every batch has ended.
+        """
+        arrivals = self._arrivals
+        return arrivals.in_place(batch.layer) or arrivals.troubled or self._in_flight.has_one_ended(LOAD)
 
     def begin_copy(self, copy: CoalescedCopy) -> bool:
         """As :meth:`begin`, for batches that one call copies, all of their blocks. Pair with :meth:`end_copy`."""
@@ -467,7 +477,8 @@ class StepTransfers:
                 self.saves_spoilt = LATE_FAILURE
                 self.cancel_saves(LATE_FAILURE)
             self._flying = max(0, self._flying - 1)
-            self._condition.notify_all()
+            if not self._flying or self._arrivals.troubled:
+                self._condition.notify_all()
 
     def group_of(self, layer: int) -> int:
         """The layer's group."""
