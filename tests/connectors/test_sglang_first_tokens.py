@@ -73,3 +73,19 @@ def test_what_nobody_fetches_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> No
     now[0] = KEPT_S + 1
     tokens.wait(9, A)
     assert len(tokens) == 1
+
+
+def test_an_earlier_attempts_token_is_never_given_to_a_later_one() -> None:
+    """Decode asks for a retracted request's room once more, be it before prefill has begun that."""
+    tokens = FirstTokens()
+    tokens.put(1, [b"old"])
+    tokens.wait(1, A, attempt=1)
+    assert tokens.ready(1, 1) == ([], set())
+    assert tokens.take(1, 1) == []
+    tokens.put(1, [b"late"])
+    assert tokens.fail(1, "late") == set()
+    assert not tokens.reason(1, 1)
+    tokens.put(1, [b"new"], attempt=1)
+    assert tokens.ready(1, 1) == ([b"new"], {A})
+    assert tokens.ready(1) == ([], set())
+    assert tokens.take(1, 1) == [b"new"]

@@ -216,6 +216,33 @@ def test_what_is_computed_on_a_load_that_has_failed_is_never_stored(pair: Any, m
     assert both.p.agent.lookup("later", chain).tokens == 0, "garbage is under the prompt's keys"
 
 
+def test_a_retracted_request_is_handed_over_once_more(pair: Any) -> None:
+    """Under the same room, with the same pages, asked for before prefill begins it."""
+    both = pair()
+    mine, theirs = slots([9, 8, 7, 6, 5]), slots([0, 1, 2, 3, 4])
+    for attempt in range(3):
+        following = both.decode.follow(1, HASHES, 0, mine, attempt=attempt)
+        assert both.decode.poll(following) is PromptProgress.COMING, following.reason
+        both.compute(PromptPart(1, HASHES, 5, theirs, attempt=attempt))
+        both.prefill.end(1)
+        assert both.ended(following) is PromptProgress.THERE, following.reason
+        both.check(mine, theirs)
+        assert eventually(lambda: not both.prefill.saving(1))
+        both.prefill.forget(1)
+
+
+def test_a_prompt_that_does_not_fit_its_pages_fails_alone(pair: Any) -> None:
+    both = pair()
+    others = [f"{number:064x}" for number in range(10, 13)]
+    wrong = both.decode.follow(1, HASHES, 0, slots([9, 8, 7, 6, 5]))
+    right = both.decode.follow(2, others, 0, slots([12, 11, 10]))
+    both.compute(PromptPart(1, HASHES, 3, slots([0, 1, 2, 3])), PromptPart(2, others, 3, slots([5, 6, 7])))
+    both.prefill.end(2)
+    assert both.ended(wrong) is PromptProgress.LOST
+    assert both.prefill.refusal(1)
+    assert both.ended(right) is PromptProgress.THERE, right.reason
+
+
 def test_a_prefill_engine_that_dies_fails_at_decode(pair: Any) -> None:
     both = pair()
     following = both.decode.follow(1, HASHES, 0, slots([9, 8, 7, 6, 5]))

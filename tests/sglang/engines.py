@@ -276,6 +276,16 @@ class Engine:
         status, said = self._post("/abort_request", {"rid": request})
         assert status == 200, said
 
+    def pause(self, mode: str) -> None:
+        """Stop generating: ``in_place``, or ``retract``, which lets go of what running requests have cached."""
+        status, said = self._post("/pause_generation", {"mode": mode})
+        assert status == 200, said
+
+    def resume(self) -> None:
+        """Generate again."""
+        status, said = self._post("/continue_generation")
+        assert status == 200, said
+
     def output(self) -> str:
         """What it has logged."""
         return self.log.read_text(errors="replace")

@@ -8,6 +8,7 @@ import secrets
 import signal
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from engines import EXPECTED, EngineFailed
@@ -76,6 +77,26 @@ def test_many_at_once(llama: Pair) -> None:
     assert all(each.served for each in answers), answers
     llama.prefill.flush()
     assert [llama.generate(each).tokens for each in prompts] == [each.tokens for each in answers]
+
+
+def test_a_retracted_request_goes_on(llama: Pair, servers: Servers) -> None:
+    """Prefill computes its prompt and its output so far, which crosses a page's border at the first token."""
+    asked = prompt(20, 6 * 16 + 15)
+    whole = llama.generate(asked, n=150)
+    assert whole.served, whole
+    before = servers.until(bool)["handoffs"]["released"]
+    _, second = llama.begin(asked, n=150)
+
+    def retracted_twice(status: dict[str, Any]) -> bool:
+        llama.decode.pause("retract")
+        llama.decode.resume()
+        return bool(second.done() or status["handoffs"]["released"] > before + 2)
+
+    servers.until(retracted_twice)
+    assert not second.done(), second.result()
+    answer = second.result()
+    assert answer.served, answer
+    assert answer.tokens == whole.tokens
 
 
 def test_an_aborted_prompt_fails_soon_and_hurts_nobody(llama: Pair) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 import structlog
 
-_PREFILL_LOOP = "disaggregation.prefill.SchedulerDisaggregationPrefillMixin"
+from layerflow.connectors.sglang.pd.attempts import tell_attempt
+
 MOST_REASON = 300
 """Characters of a reason that a client is told."""
 
@@ -51,7 +52,9 @@ def hook_backend() -> None:
             ),
         ),
         after=(
-            ("disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue", give_hashes),
+            ("disaggregation.prefill.PrefillBootstrapQueue.create_sender", sender_made),
+            ("disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue", receiver_made),
+            ("managers.schedule_batch.Req.build_rebootstrap_payload", tell_attempt),
             ("managers.scheduler.Scheduler.flush_cache", cache_emptied),
             ("managers.scheduler.Scheduler.run_batch", batch_ends),
             ("layers.radix_attention.RadixAttention.forward", layer_done),
@@ -166,12 +169,20 @@ def attach_manager(queue: Any, *args: Any, **kwargs: Any) -> None:
             _prefilling[:] = [manager]
 
 
-def give_hashes(made: Any, queue: Any, request: Any, *args: Any, **kwargs: Any) -> None:
-    """A decode engine's receiver gets its prompt's page hashes: SGLang hands it pages, not tokens."""
-    if hasattr(made.kv_receiver, "hashes"):
-        from layerflow.connectors.sglang.pd.backend import prompt_hashes  # noqa: PLC0415 - it is chosen
+def sender_made(made: bool, queue: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    """A prefill engine has a sender for a request, if the request fits."""
+    _prepare(request.disagg_kv_sender if made else None, request)
 
-        made.kv_receiver.hashes = prompt_hashes(request, queue.kv_manager.kv_args.page_size)
+
+def receiver_made(made: Any, queue: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    """A decode engine has a receiver for a request."""
+    _prepare(made.kv_receiver, request)
+
+
+def _prepare(end: Any, request: Any) -> None:
+    """Show a request to its sender or receiver, where that is the backend's own: health checks have SGLang's fakes."""
+    if hasattr(end, "prepare"):
+        end.prepare(request)
 
 
 def cache_emptied(succeeded: bool, *args: Any, **kwargs: Any) -> None:

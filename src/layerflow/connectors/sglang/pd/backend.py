@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import time
+from array import array
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -28,10 +29,11 @@ from sglang.srt.mem_cache.utils import get_hash_str, get_storage_hash_str
 from sglang.srt.utils.network import NetworkAddress
 
 from layerflow.agent.lookups import Lookups
-from layerflow.connectors.common.guard import attempt
+from layerflow.connectors.common.guard import attempt, tell
 from layerflow.connectors.sglang.engine import EngineCache
 from layerflow.connectors.sglang.layout import KV, MAMBA
 from layerflow.connectors.sglang.options import options_of_environment
+from layerflow.connectors.sglang.pd.attempts import asked_attempt, next_attempt
 from layerflow.connectors.sglang.pd.decoding import DecodeSide, Following, PromptProgress
 from layerflow.connectors.sglang.pd.first_tokens import FirstTokens
 from layerflow.connectors.sglang.pd.prefill_watch import PrefillWatch
@@ -65,6 +67,7 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
         self._request_pool: Any = None
         self._first = FirstTokens()
         self._control = OwnedThread("layerflow-sglang-pd", self._hear, restart_s=0.1).start()
+        self._attempts: dict[int, int] = {}  #: by room: the attempt that is under way here, where it is not the first
         self._gone = ExpiringSet[str](MOST_GONE)  #: bootstrap addresses of prefill engines that have ended
         self._watch: PrefillWatch | None = None
         if mode == DisaggregationMode.DECODE:
@@ -124,6 +127,15 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
         """Why nothing is handed over now; "" = it is."""
         return REPLACED if self._pages is not None and self._pages.are_replaced() else ""
 
+    def begin_attempt(self, room: int, attempt: int) -> None:
+        """A room is used from now on: for the first time, or once more; see :func:`.prefilling.handoff_name`."""
+        if attempt:
+            self._attempts[room] = attempt
+
+    def attempt(self, room: int) -> int:
+        """How often a room that is in use was used before."""
+        return self._attempts.get(room, 0)
+
     # -- prefill: SGLang's scheduler thread ----------------------------------------------------------
 
     def begin_batch(self, batch: Any, loading: Collection[str] = ()) -> None:
@@ -135,11 +147,17 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
         parts, obstacle = [], self.obstacle
         for request in batch.reqs:
             sender = getattr(request, "disagg_kv_sender", None)
-            if isinstance(sender, LayerflowSender) and obstacle:
+            if not isinstance(sender, LayerflowSender):
+                continue
+            if obstacle:
                 self.give_up(sender.bootstrap_room, obstacle)
-            elif isinstance(sender, LayerflowSender):
+                continue
+            try:
                 sender.hashes = sender.hashes or prompt_hashes(request, self.kv_args.page_size)
                 parts.append(self._part(request, sender, loads=request.rid in loading))
+            except Exception as error:  # noqa: BLE001 - told, and decode is; other requests of the batch go on
+                tell("run_batch", request.rid, error)
+                self.give_up(sender.bootstrap_room, f"{type(error).__name__}: {error}")
         self.prefill.begin(parts)
 
     def end_batch(self, batch: Any) -> None:
@@ -166,7 +184,9 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
         slots = {KV: (starts[:, None] + np.arange(page)).reshape(-1)}
         if end == total and request.kv.holds_mamba:
             slots[MAMBA] = _state_slot(self._request_pool, request.kv.req_pool_idx)
-        return PromptPart(sender.bootstrap_room, sender.hashes, pages, slots, loads)
+        return PromptPart(
+            sender.bootstrap_room, sender.hashes, pages, slots, loads, self.attempt(sender.bootstrap_room)
+        )
 
     def add_transfer_request(
         self, room: int, kv_indices: Any, index_slice: Any, is_last_chunk: bool, aux_index: Any = None, **_: Any
@@ -177,9 +197,9 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
         self.prefill.end(room)
         arguments = zip(self.kv_args.aux_data_ptrs, self.kv_args.aux_item_lens, strict=True)
         rows = [ctypes.string_at(start + aux_index * length, length) for start, length in arguments]
-        self._first.put(room, rows)
+        self._first.put(room, rows, self.attempt(room))
         self.update_status(room, KVPoll.Transferring)
-        self._send_rows(room)
+        self._send_rows(room, self.attempt(room))
 
     def give_up(self, room: int, reason: str) -> None:
         """Prefill does not compute a prompt any further; decode hears why."""
@@ -189,9 +209,11 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
 
     def tell_failure(self, room: int, reason: str) -> None:
         """Tell each decode rank that waits for a room."""
-        waiting = self._first.fail(room, reason)
-        for address in waiting:
-            self._send(address, [FAILED, str(room).encode(), reason.encode()])
+        self._tell(room, self.attempt(room), reason)
+
+    def _tell(self, room: int, attempt: int, reason: str) -> None:
+        for address in self._first.fail(room, reason, attempt):
+            self._send(address, [FAILED, str(room).encode(), reason.encode(), str(attempt).encode()])
 
     # -- decode --------------------------------------------------------------------------------------
 
@@ -201,18 +223,21 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
 
     def build_receiver_metadata_message(self, *, bootstrap_room: int, **_: Any) -> list[bytes]:
         """Where the first token of a room goes."""
-        return [ROOM, str(bootstrap_room).encode(), self.local_ip.encode(), str(self.rank_port).encode()]
+        told = bootstrap_room, self.local_ip, self.rank_port, self.attempt(bootstrap_room)
+        return [ROOM, *(str(each).encode() for each in told)]
 
     def take_row(self, room: int, index: int) -> bool:
         """Write the first token of a room into SGLang's metadata buffers, if it has come."""
-        rows = self._first.take(room)
+        rows = self._first.take(room, self.attempt(room))
         for row, start, length in zip(rows, self.kv_args.aux_data_ptrs, self.kv_args.aux_item_lens, strict=False):
             ctypes.memmove(start + index * length, row, min(length, len(row)))
         return bool(rows)
 
     def forget(self, room: int) -> None:
-        """Decode has let go of a room."""
-        self._first.take(room)
+        """The scheduler has let go of a room. Prefill keeps a first token for a decode that comes later."""
+        attempt = self._attempts.pop(room, 0)
+        if self.disaggregation_mode == DisaggregationMode.DECODE:
+            self._first.take(room, attempt)
 
     def watch_prefill(self, address: str, ranks: Sequence[Mapping[str, Any]]) -> None:
         """Fail the requests of a prefill engine as soon as one of these ranks has ended.
@@ -259,24 +284,26 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
     def _handle(self, frames: Sequence[bytes]) -> None:
         tag = frames[0]
         if tag == ROOM:
-            room, address = int(frames[1]), (frames[2].decode(), int(frames[3]))
-            self._first.wait(room, address)
-            if reason := self._first.reason(room):
-                self.tell_failure(room, reason)
+            room, address, attempt = int(frames[1]), (frames[2].decode(), int(frames[3])), int(frames[4])
+            self._first.wait(room, address, attempt)
+            if reason := self._first.reason(room, attempt):
+                self._tell(room, attempt, reason)
             else:
-                self._send_rows(room)
+                self._send_rows(room, attempt)
         elif tag == ROW:
-            self._first.put(int(frames[1]), list(frames[2:]))
-        elif tag == FAILED and int(frames[1]) in self.request_status:
-            self.record_failure(int(frames[1]), f"the prefill engine has failed: {frames[2].decode()}")
-            self.update_status(int(frames[1]), KVPoll.Failed)
+            self._first.put(int(frames[1]), list(frames[3:]), int(frames[2]))
+        elif tag == FAILED:
+            room, attempt = int(frames[1]), int(frames[3])
+            if room in self.request_status and attempt == self.attempt(room):
+                self.record_failure(room, f"the prefill engine has failed: {frames[2].decode()}")
+                self.update_status(room, KVPoll.Failed)
         elif tag == ABORT:
             self._first.leave(int(frames[1]))
 
-    def _send_rows(self, room: int) -> None:
-        rows, waiting = self._first.ready(room)
+    def _send_rows(self, room: int, attempt: int) -> None:
+        rows, waiting = self._first.ready(room, attempt)
         for address in waiting:
-            self._send(address, [ROW, str(room).encode(), *rows])
+            self._send(address, [ROW, str(room).encode(), str(attempt).encode(), *rows])
 
     def _send(self, address: tuple[str, int], frames: list[bytes]) -> None:
         host, port = address
@@ -291,6 +318,10 @@ class LayerflowSender(CommonKVSender):  # type: ignore[misc]
         self.hashes: Sequence[str] = ()
         self._refused = False
         mgr.update_status(bootstrap_room, KVPoll.WaitingForInput)  # nothing of decode is needed to begin
+
+    def prepare(self, request: Any) -> None:
+        """Learn which attempt at its room this is."""
+        self.kv_mgr.begin_attempt(self.bootstrap_room, asked_attempt(request.sampling_params.custom_params))
 
     def poll(self) -> Any:
         """Success once the prompt is computed and no save reads its pages, whether or not decode has come.
@@ -320,6 +351,7 @@ class LayerflowSender(CommonKVSender):  # type: ignore[misc]
             self.kv_mgr.give_up(self.bootstrap_room, "the request has ended before its prompt was computed")
         if self.kv_mgr.prefill is not None:
             self.kv_mgr.prefill.forget(self.bootstrap_room)
+        self.kv_mgr.forget(self.bootstrap_room)
         super().clear()
 
 
@@ -328,9 +360,22 @@ class LayerflowReceiver(CommonKVReceiver):  # type: ignore[misc]
 
     def __init__(self, mgr: LayerflowManager, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
-        self.hashes: Sequence[str] = ()
+        self._hashes: Sequence[str] = ()
+        self._refusal = ""
         self._following: Following | None = None
         self._index = 0
+
+    def prepare(self, request: Any) -> None:
+        """Take the request's page hashes: SGLang hands a receiver pages, not tokens."""
+        try:
+            if again := getattr(request, "pd_rebootstrap_in_progress", False):
+                self.kv_mgr.begin_attempt(self.bootstrap_room, next_attempt(request))
+            if again and request.lora_id is not None:
+                raise Unsupported("SGLang asks prefill to compute a retracted request without its adapter")
+            self._hashes = prompt_hashes(request, self.kv_mgr.kv_args.page_size)
+        except Exception as error:  # noqa: BLE001 - told, and this request fails
+            tell("prepare", request.rid, error)
+            self._refusal = str(error)
 
     def init(self, prefill_dp_rank: int) -> None:
         """Prefill is known: tell of its end as soon as that comes."""
@@ -351,17 +396,26 @@ class LayerflowReceiver(CommonKVReceiver):  # type: ignore[misc]
         side = self.kv_mgr.decode
         if side is None or self.conclude_state == KVPoll.Failed:
             return
-        if obstacle := self.kv_mgr.obstacle:
-            self.kv_mgr.record_failure(self.bootstrap_room, f"layerflow: {obstacle}")
-            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+        if reason := self._refusal or self.kv_mgr.obstacle:
+            self._fail(reason)
             return
+        self._index = aux_index or 0
+        try:
+            self._following = self._follow(side, kv_indices, state_indices, decode_prefix_len or 0)
+        except Exception as error:  # noqa: BLE001 - told, and this request fails
+            tell("send_metadata", None, error)
+            self._fail(f"{type(error).__name__}: {error}")
+
+    def _follow(
+        self, side: DecodeSide, kv_indices: Any, state_indices: Sequence[Any] | None, prefix_len: int
+    ) -> Following:
         page = self.kv_mgr.kv_args.page_size
         slots = {KV: (np.asarray(kv_indices, np.int64)[:, None] * page + np.arange(page)).reshape(-1)}
         for kind, indices in zip(self.kv_mgr.kv_args.state_types or (), state_indices or (), strict=False):
             if kind.name == "MAMBA" and indices is not None:
                 slots[MAMBA] = np.asarray(indices, np.int64).reshape(-1)
-        self._index = aux_index or 0
-        self._following = side.follow(self.bootstrap_room, self.hashes, (decode_prefix_len or 0) // page, slots)
+        attempt = self.kv_mgr.attempt(self.bootstrap_room)
+        return side.follow(self.bootstrap_room, self._hashes, prefix_len // page, slots, attempt=attempt)
 
     def poll(self) -> Any:
         """Success once all of the prompt is in place and its first token is there."""
@@ -372,10 +426,14 @@ class LayerflowReceiver(CommonKVReceiver):  # type: ignore[misc]
             return status
         if following is None:
             return status
-        progress = self.kv_mgr.decode.poll(following)
+        try:
+            progress = self.kv_mgr.decode.poll(following)
+        except Exception as error:  # noqa: BLE001 - told, and this request fails
+            tell("poll", None, error)
+            self._fail(f"{type(error).__name__}: {error}")
+            return super().poll()
         if progress is PromptProgress.LOST:
-            self.kv_mgr.record_failure(self.bootstrap_room, f"layerflow: {following.reason}")
-            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+            self._fail(following.reason)
         elif progress is PromptProgress.THERE and self.kv_mgr.take_row(self.bootstrap_room, self._index):
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
         return super().poll()
@@ -391,6 +449,10 @@ class LayerflowReceiver(CommonKVReceiver):  # type: ignore[misc]
         self.kv_mgr.forget(self.bootstrap_room)
         super().clear()
 
+    def _fail(self, reason: str) -> None:
+        self.kv_mgr.record_failure(self.bootstrap_room, f"layerflow: {reason}")
+        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+
     def _give_up(self) -> None:
         if self._following is not None:
             self.kv_mgr.decode.give_up(self._following)
@@ -403,6 +465,8 @@ class LayerflowBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]
 def prompt_hashes(request: Any, page: int) -> list[str]:
     """Page hashes of a prompt, as SGLang's stores have them, and one of what is left behind the last whole page.
 
+    Of a request that decode has retracted, its output so far belongs to the prompt that prefill is asked to compute.
+
     An adapter's name in SGLang is another one in each engine, so a prompt with one is handed over under its room, and
     shared with nobody.
     """
@@ -410,6 +474,8 @@ def prompt_hashes(request: Any, page: int) -> list[str]:
     if request.lora_id is not None:
         extra, salt = f"room-{request.bootstrap_room}", None
     tokens = request.origin_input_ids
+    if getattr(request, "pd_rebootstrap_in_progress", False):
+        tokens = array("q", [*tokens, *request.output_ids])
     whole = len(tokens) // page * page
     key = RadixKey(tokens[:whole], extra, cache_salt=salt)
     hashes = list(get_storage_hash_str(key, None, page_size=page)) if whole else []

@@ -44,12 +44,13 @@ class PromptProgress(enum.Enum):
 class Following:
     """One prompt that another engine computes.
 
+    :param name: of its hand-off.
     :param first: pages that this engine has itself.
     :param until: monotonic seconds; what is not there by then has failed.
     :param reason: of :attr:`PromptProgress.LOST`.
     """
 
-    room: int
+    name: str
     chain: HashedChain
     first: int
     tables: Sequence[np.ndarray]
@@ -89,18 +90,21 @@ class DecodeSide:
         self._deadline_s = deadline_s
         self._yielded_at = 0.0
 
-    def follow(self, room: int, hashes: Sequence[str], first: int, slots: Mapping[str, np.ndarray]) -> Following:
+    def follow(
+        self, room: int, hashes: Sequence[str], first: int, slots: Mapping[str, np.ndarray], *, attempt: int = 0
+    ) -> Following:
         """Load a prompt as it is saved.
 
         :param hashes: of all of its pages. :param first: pages that are here already.
         :param slots: by pool: those of the pages behind them.
+        :param attempt: see :func:`.prefilling.handoff_name`.
         """
         chain = self._agent.hashed_chain([each.encode() for each in hashes])
-        until = time.monotonic() + self._deadline_s
-        name = handoff_name(room)
-        inquiry = self._lookups.ask(name, chain, Follow(until, name))
         tables = self._layout.tables(len(hashes), slots)
-        return Following(room, chain, first, tables, self._after(), until, inquiry)
+        until = time.monotonic() + self._deadline_s
+        name = handoff_name(room, attempt)
+        inquiry = self._lookups.ask(name, chain, Follow(until, name))
+        return Following(name, chain, first, tables, self._after(), until, inquiry)
 
     def poll(self, following: Following) -> PromptProgress:
         """Where it is now."""
@@ -116,7 +120,7 @@ class DecodeSide:
         if following.progress is not PromptProgress.COMING:
             return
         self._lose(following, "the request was given up")
-        name = handoff_name(following.room)
+        name = following.name
         if self._agent.busy(name):
             self._agent.abort(name)
             if not self._agent.wait_idle(name, DRAIN_S):
@@ -136,7 +140,7 @@ class DecodeSide:
         hit = self._lookups.take(following.inquiry, hit)
         start = following.first * following.chain.chunk_tokens
         request = StepRequest(
-            handoff_name(following.room), following.chain, following.tables, load=(start, following.tokens), hit=hit
+            following.name, following.chain, following.tables, load=(start, following.tokens), hit=hit
         )
         left = max(0.001, following.until - time.monotonic())
         following.step = self._agent.open_step([request], left, after=following.after)
@@ -153,14 +157,14 @@ class DecodeSide:
         step.close()
         if outcome.ready:
             following.progress = PromptProgress.THERE
-            self._lookups.release_handoff(handoff_name(following.room))
+            self._lookups.release_handoff(following.name)
         else:
             reason = outcome.failed[0].reason if outcome.failed else "its load was cut off"
             self._lose(following, self._with_story(following, reason))
 
     def _with_story(self, following: Following, reason: str) -> str:
         """The reason, with what the server knows of the hand-off: that its engine has given it up, for instance."""
-        asked = self._lookups.watch_handoff(handoff_name(following.room), 0.0)
+        asked = self._lookups.watch_handoff(following.name, 0.0)
         state = self._lookups.handoff(asked, STORY_S)
         return (
             f"{reason} (the hand-off: {state.state}, {state.reason})" if state is not None and state.reason else reason
@@ -170,7 +174,7 @@ class DecodeSide:
         following.progress, following.reason = PromptProgress.LOST, reason
         if following.step is not None:
             following.step.close()
-        name = handoff_name(following.room)
+        name = following.name
         self._lookups.drop_lease(name)
         self._lookups.release_handoff(name)
         log.warning("handoff_lost", handoff=name, reason=reason)

@@ -16,11 +16,13 @@ KEPT_S, MOST_ROOMS = 300.0, 1 << 16
 class _Room:
     """One prompt's first token.
 
+    :param attempt: to compute it, see :func:`.prefilling.handoff_name`.
     :param until: monotonic seconds. :param rows: of SGLang's metadata buffers; [] = not there yet.
     :param waiting: addresses of decode ranks. :param served: of those that have the rows: they still load the prompt.
     :param reason: why there will be none.
     """
 
+    attempt: int
     until: float
     rows: list[bytes] = field(default_factory=list)
     waiting: set[tuple[str, int]] = field(default_factory=set)
@@ -32,7 +34,8 @@ class FirstTokens:
     """First tokens of prompts, who waits for them, and why there is none. Any thread may call.
 
     Prefill keeps its own until decode comes, decode those that come until their prompts are loaded: each for
-    :data:`KEPT_S`, the latest :data:`MOST_ROOMS` of them.
+    :data:`KEPT_S`, the latest :data:`MOST_ROOMS` of them. Of a room only the last attempt counts that anything was
+    heard of: what is said of an earlier one changes nothing.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -43,15 +46,17 @@ class FirstTokens:
     def __len__(self) -> int:
         return len(self._rooms)
 
-    def put(self, room: int, rows: list[bytes]) -> None:
+    def put(self, room: int, rows: list[bytes], attempt: int = 0) -> None:
         """A prompt's first token is there."""
         with self._lock:
-            self._touched(room).rows = rows
+            if found := self._touched(room, attempt):
+                found.rows = rows
 
-    def wait(self, room: int, address: tuple[str, int]) -> None:
+    def wait(self, room: int, address: tuple[str, int], attempt: int = 0) -> None:
         """Somebody waits for it."""
         with self._lock:
-            self._touched(room).waiting.add(address)
+            if found := self._touched(room, attempt):
+                found.waiting.add(address)
 
     def leave(self, room: int) -> None:
         """Nobody waits for it any more."""
@@ -60,38 +65,50 @@ class FirstTokens:
                 self._rooms[room].waiting.clear()
                 self._rooms[room].served.clear()
 
-    def fail(self, room: int, reason: str) -> set[tuple[str, int]]:
+    def fail(self, room: int, reason: str, attempt: int = 0) -> set[tuple[str, int]]:
         """There will be none, or its prompt is not handed over. Who waits for it or has it, and is to be told."""
         with self._lock:
-            found = self._touched(room)
+            found = self._touched(room, attempt)
+            if found is None:
+                return set()
             told, found.reason = found.waiting | found.served, reason
             found.waiting, found.served = set(), set()
             return told
 
-    def reason(self, room: int) -> str:
+    def reason(self, room: int, attempt: int = 0) -> str:
         """Why there will be none; "" = nothing of that is known."""
         with self._lock:
-            return self._rooms[room].reason if room in self._rooms else ""
+            found = self._known(room, attempt)
+            return found.reason if found is not None else ""
 
-    def ready(self, room: int) -> tuple[list[bytes], set[tuple[str, int]]]:
+    def ready(self, room: int, attempt: int = 0) -> tuple[list[bytes], set[tuple[str, int]]]:
         """The rows, and who waits for them and is to get them now; nobody, where they are not there yet."""
         with self._lock:
-            found = self._rooms.get(room)
+            found = self._known(room, attempt)
             if found is None or not found.rows:
                 return [], set()
             waiting, found.waiting = found.waiting, set()
             found.served |= waiting
             return found.rows, waiting
 
-    def take(self, room: int) -> list[bytes]:
+    def take(self, room: int, attempt: int = 0) -> list[bytes]:
         """The rows, [] if they are not there; the room is forgotten with them."""
         with self._lock:
-            found = self._rooms.get(room)
+            found = self._known(room, attempt)
             return self._rooms.pop(room).rows if found is not None and found.rows else []
 
-    def _touched(self, room: int) -> _Room:
+    def _known(self, room: int, attempt: int) -> _Room | None:
+        found = self._rooms.get(room)
+        return found if found is not None and found.attempt == attempt else None
+
+    def _touched(self, room: int, attempt: int) -> _Room | None:
+        """The room, as of this attempt; None where a later one is known."""
         now = self._clock()
-        found = self._rooms.setdefault(room, _Room(0.0))
+        found = self._rooms.get(room)
+        if found is not None and found.attempt > attempt:
+            return None
+        if found is None or found.attempt < attempt:
+            found = self._rooms[room] = _Room(attempt, 0.0)
         found.until = now + KEPT_S
         self._rooms.move_to_end(room)
         while len(self._rooms) > MOST_ROOMS or next(iter(self._rooms.values())).until <= now:

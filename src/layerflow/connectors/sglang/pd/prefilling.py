@@ -29,9 +29,12 @@ NONE_FAILED: Mapping[int, str] = {}
 log = structlog.get_logger("layerflow.sglang")
 
 
-def handoff_name(room: int) -> str:
-    """What both engines call a request's hand-off: by SGLang's room, which the router has made up for it."""
-    return f"sglang-{room}"
+def handoff_name(room: int, attempt: int = 0) -> str:
+    """What both engines call a request's hand-off: by SGLang's room, which the router has made up for it.
+
+    :param attempt: how often decode has asked prefill to compute the request once more, which keeps its room.
+    """
+    return f"sglang-{room}-{attempt}" if attempt else f"sglang-{room}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,7 @@ class PromptPart:
     :param end: pages that are whole once the batch has run.
     :param slots: by pool: the slots of these pages, of states the one behind the prompt's last token.
     :param loads: the batch loads some of it. Whether what it computes is sound is known once that load has ended.
+    :param attempt: see :func:`handoff_name`.
     """
 
     room: int
@@ -49,18 +53,26 @@ class PromptPart:
     end: int
     slots: Mapping[str, np.ndarray]
     loads: bool = False
+    attempt: int = 0
+
+    @property
+    def name(self) -> str:
+        """Of the prompt's hand-off."""
+        return handoff_name(self.room, self.attempt)
 
 
 @dataclass(slots=True)
 class _Prompt:
     """A prompt that is being computed.
 
+    :param name: of its hand-off.
     :param attachment: the agent's, by number, to the server that its hand-off was opened at; 0 = it was away.
     :param opened: None = another rank has opened it.
     :param saved: pages that have been saved, or are. :param over: no more of it is.
     :param refusal: why its reader gets nothing.
     """
 
+    name: str
     chain: HashedChain
     attachment: int
     opened: HandoffInquiry | None = None
@@ -95,20 +107,17 @@ class PrefillSide:
         self.end_batch(dict.fromkeys(self._held, "its batch was not ended"))
         requests, loading = [], {}
         for part in parts:
-            prompt = self._prompts.get(part.room)
-            if prompt is None:
-                chain = self.agent.hashed_chain([each.encode() for each in part.hashes])
-                prompt = self._prompts[part.room] = _Prompt(chain, self._attachment)
-                if self.leads:
-                    tokens = len(part.hashes) * chain.chunk_tokens
-                    prompt.opened = self.lookups.open_handoff(handoff_name(part.room), chain, tokens)
-            self._check_server(part.room, prompt)
-            page = prompt.chain.chunk_tokens
+            prompt = self._prompt(part)
             if part.end <= prompt.saved or prompt.over:
                 continue
-            tables = self.layout.tables(part.end, part.slots)
-            saved = prompt.saved * page, part.end * page
-            request = StepRequest(handoff_name(part.room), prompt.chain, tables, save=saved)
+            try:
+                tables = self.layout.tables(part.end, part.slots)
+            except Exception as error:  # noqa: BLE001 - told, and this prompt's reader is
+                tell("run_batch", part.name, error)
+                self._refuse(part.room, f"its saves could not begin: {error}")
+                continue
+            page = prompt.chain.chunk_tokens
+            request = StepRequest(part.name, prompt.chain, tables, save=(prompt.saved * page, part.end * page))
             prompt.saved = part.end
             if part.loads:
                 loading[part.room] = request
@@ -123,6 +132,17 @@ class PrefillSide:
             tell("run_batch", None, error)
             for part in parts:
                 self._refuse(part.room, f"its saves could not begin: {error}")
+
+    def _prompt(self, part: PromptPart) -> _Prompt:
+        """A prompt's state; its hand-off is opened with its first batch."""
+        prompt = self._prompts.get(part.room)
+        if prompt is None or prompt.name != part.name:
+            chain = self.agent.hashed_chain([each.encode() for each in part.hashes])
+            prompt = self._prompts[part.room] = _Prompt(part.name, chain, self._attachment)
+            if self.leads:
+                prompt.opened = self.lookups.open_handoff(part.name, chain, len(part.hashes) * chain.chunk_tokens)
+        self._check_server(part.room, prompt)
+        return prompt
 
     def _hold(self, room: int, request: StepRequest) -> None:
         """Save a prompt of which the batch loads some: in a step of its own, for its load alone decides about it."""
@@ -172,7 +192,7 @@ class PrefillSide:
             return
         prompt.over = True
         if self.leads:
-            self.lookups.end_handoff(handoff_name(room), tokens=prompt.saved * prompt.chain.chunk_tokens)
+            self.lookups.end_handoff(prompt.name, tokens=prompt.saved * prompt.chain.chunk_tokens)
 
     def undecided(self, room: int) -> bool:
         """Has the server not said yet whether it keeps a prompt for its reader? It is away once it is late."""
@@ -196,18 +216,20 @@ class PrefillSide:
 
     def saving(self, room: int) -> bool:
         """May a save still read a prompt's slots? Waits a moment, without the interpreter, where one does."""
-        name = handoff_name(room)
-        return self.agent.busy(name) and not self.agent.wait_idle(name, 5e-4)
+        prompt = self._prompts.get(room)
+        if prompt is None:
+            return False
+        return self.agent.busy(prompt.name) and not self.agent.wait_idle(prompt.name, 5e-4)
 
     def give_up(self, room: int, reason: str) -> None:
         """A prompt is not computed any further; nothing reads its slots when this returns."""
         prompt = self._prompts.get(room)
         if prompt is None:
             return
+        name = prompt.name
         if not prompt.over and self.leads:
-            self.lookups.end_handoff(handoff_name(room), tokens=0, reason=reason)
+            self.lookups.end_handoff(name, tokens=0, reason=reason)
         prompt.over = True
-        name = handoff_name(room)
         if self.agent.busy(name):
             self.agent.abort(name)
             if not self.agent.wait_idle(name, DRAIN_S):
