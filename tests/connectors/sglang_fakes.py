@@ -215,12 +215,14 @@ def page_hashes(pages: int, seed: int = 0) -> list[str]:
     return [hashlib.sha256(f"{seed} {number}".encode()).hexdigest() for number in range(pages)]
 
 
-def crawl(agent: Agent, server: EmbeddedServer) -> None:
-    """From here on 1 KB takes 10 s: what is moved is under way whenever a test goes on. Needs an emulated link."""
+def crawl(agent: Agent, server: EmbeddedServer, gbps: float = 1e-7) -> None:
+    """From here on the link moves so many gigabytes a second. As it is, 1 KB takes 10 s: what is moved is under way
+    whenever a test goes on. Needs an emulated link.
+    """
 
     def apply() -> None:
         running = server.server
-        slow = running.settings.pool.model_copy(update={"link_gbps": 1e-7})
+        slow = running.settings.pool.model_copy(update={"link_gbps": gbps})
         running.settings = running.settings.model_copy(update={"pool": slow})
         transfer = running.settings.transfer.model_copy(update={"step_timeout_ms": 59_999})
         running.apply(running.settings.model_copy(update={"transfer": transfer}))

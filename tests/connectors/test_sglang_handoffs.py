@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,17 @@ import pytest
 import torch
 from e2e.known import PATIENCE_S, eventually
 from server.support import Embed
+from sglang_fakes import crawl
 
 from layerflow.agent import Agent
 from layerflow.agent.lookups import Lookups
-from layerflow.agent.step.step import Step
+from layerflow.agent.step.step import NO_STEP, NoStep, Step
+from layerflow.agent.values import Ended
 from layerflow.connectors.sglang.layout import KV, MAMBA, PoolGroup, PoolLayout
+from layerflow.connectors.sglang.pd import decoding, prefilling
 from layerflow.connectors.sglang.pd.decoding import DecodeSide, Following, PromptProgress
 from layerflow.connectors.sglang.pd.prefilling import LOST, NONE_FAILED, PrefillSide, PromptPart
+from layerflow.keys import HashedChain
 from layerflow.server import EmbeddedServer
 from layerflow.spec import GroupSpec, ModelSpec, Plane
 
@@ -74,6 +79,7 @@ class Pair:
     """A prefill and a decode engine on one server."""
 
     def __init__(self, server: EmbeddedServer, *, deadline_s: float = PATIENCE_S, **shape: Any) -> None:
+        self.server = server
         self.p, self.d = Engine(server, "P", **shape), Engine(server, "D", **shape)
         self.prefill = PrefillSide(self.p.agent, self.p.lookups, self.p.layout, leads=True, written=self.p.agent.record)
         self.decode = DecodeSide(
@@ -120,8 +126,13 @@ class Pair:
 def pair(embed: Embed) -> Iterator[Any]:
     made: list[Pair] = []
 
-    def start(**more: Any) -> Pair:
-        made.append(Pair(embed(transfer__step_timeout_ms=60_000, transfer__save_timeout_ms=60_000), **more))
+    def start(*, link_gbps: float = 0.0, **more: Any) -> Pair:
+        made.append(
+            Pair(
+                embed(pool__link_gbps=link_gbps, transfer__step_timeout_ms=60_000, transfer__save_timeout_ms=60_000),
+                **more,
+            )
+        )
         return made[-1]
 
     yield start
@@ -217,13 +228,14 @@ def test_what_is_computed_on_a_load_that_has_failed_is_never_stored(pair: Any, m
 
 
 def test_a_retracted_request_is_handed_over_once_more(pair: Any) -> None:
-    """Under the same room, with the same pages, asked for before prefill begins it."""
+    """Under the same room, with its output so far in its last page, asked for before prefill begins it."""
     both = pair()
     mine, theirs = slots([9, 8, 7, 6, 5]), slots([0, 1, 2, 3, 4])
     for attempt in range(3):
-        following = both.decode.follow(1, HASHES, 0, mine, attempt=attempt)
+        hashes = [*HASHES[:-1], f"{100 + attempt:064x}"]
+        following = both.decode.follow(1, hashes, 0, mine, attempt=attempt)
         assert both.decode.poll(following) is PromptProgress.COMING, following.reason
-        both.compute(PromptPart(1, HASHES, 5, theirs, attempt=attempt))
+        both.compute(PromptPart(1, hashes, 5, theirs, attempt=attempt))
         both.prefill.end(1)
         assert both.ended(following) is PromptProgress.THERE, following.reason
         both.check(mine, theirs)
@@ -241,6 +253,118 @@ def test_a_prompt_that_does_not_fit_its_pages_fails_alone(pair: Any) -> None:
     assert both.ended(wrong) is PromptProgress.LOST
     assert both.prefill.refusal(1)
     assert both.ended(right) is PromptProgress.THERE, right.reason
+
+
+def test_neither_engine_keeps_what_its_agent_has_told(pair: Any) -> None:
+    both = pair()
+    following = both.decode.follow(1, HASHES, 0, slots([9, 8, 7, 6, 5]))
+    both.compute(PromptPart(1, HASHES, 5, slots([0, 1, 2, 3, 4])))
+    both.prefill.end(1)
+    assert both.ended(following) is PromptProgress.THERE, following.reason
+    both.d.agent.abort("sglang-1")
+    assert eventually(lambda: not both.prefill.saving(1) and not both.d.agent.busy("sglang-1"))
+    both.decode.poll(following)
+    both.prefill.begin([])
+    assert both.p.agent.poll() == both.d.agent.poll() == Ended()
+
+
+def test_a_prompt_that_is_given_up_does_not_take_those_with_it_that_share_its_pages(pair: Any) -> None:
+    """Its saves hold the keys that another hand-off waits for."""
+    both = pair(link_gbps=0.2)
+    crawl(both.p.agent, both.server, gbps=2e-6)  # 480 bytes take 0.2 s
+    others = [*HASHES[:4], f"{10:064x}"]
+    following = both.decode.follow(2, others, 0, slots([9, 8, 7, 6, 5]))
+    both.compute(PromptPart(1, HASHES, 5, slots([0, 1, 2, 3, 4])), PromptPart(2, others, 5, slots([5, 6, 7, 8, 9])))
+    both.prefill.end(1)
+    both.prefill.end(2)
+    assert both.p.agent.saving("sglang-1")
+    both.prefill.give_up(1, "the request was aborted")
+    assert not both.p.agent.saving("sglang-1"), "nothing reads its pages"
+    assert both.ended(following) is PromptProgress.THERE, following.reason
+
+
+def test_a_decode_request_that_is_given_up_does_not_take_others_with_it(
+    pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its loads are under way, and are not waited for."""
+    monkeypatch.setattr(decoding, "DRAIN_S", 0.0)
+    both = pair(link_gbps=0.2)
+    prompts = {room: [f"{10 * room + number:064x}" for number in range(3)] for room in (1, 2)}
+    theirs = {1: slots([0, 1, 2]), 2: slots([3, 4, 5])}
+    mine = {1: slots([9, 8, 7]), 2: slots([12, 11, 10])}
+    both.compute(*(PromptPart(room, prompts[room], 3, theirs[room]) for room in prompts))
+    for room in prompts:
+        both.prefill.end(room)
+    assert eventually(lambda: not any(both.prefill.saving(room) for room in prompts))
+    crawl(both.d.agent, both.server, gbps=1e-6)
+    followed = {room: both.decode.follow(room, prompts[room], 0, mine[room]) for room in prompts}
+    for each in followed.values():
+        assert eventually(lambda each=each: both.decode.poll(each) is not None and each.step is not None)
+    both.decode.give_up(followed[1])
+    left = both.d.rows(LAYERS - 1).clone()
+    assert both.ended(followed[2]) is PromptProgress.THERE, followed[2].reason
+    left[mine[2][KV]] = both.p.rows(LAYERS - 1)[theirs[2][KV]]
+    assert torch.equal(both.d.rows(LAYERS - 1), left), "it wrote on"
+
+
+class SlowAgent:
+    """An agent whose saves of one prompt end after so many steps of giving it up."""
+
+    attached = True
+    spec = layout().spec
+
+    def __init__(self, reading: str, ends_with: str) -> None:
+        self.reading, self.ends_with = reading, ends_with
+        self.calls: list[str] = []
+
+    def _called(self, call: str) -> None:
+        self.calls.append(call)
+        if call == self.ends_with:
+            self.reading = ""
+
+    def saving(self, name: str) -> bool:
+        return name == self.reading
+
+    def wait_idle(self, name: str, timeout_s: float) -> bool:
+        if "wait" not in self.calls:
+            self._called("wait")
+        return False
+
+    def abort(self, name: str) -> None:
+        self._called("abort")
+
+    def reclaim(self, blocks: Sequence[np.ndarray], timeout_s: float) -> int:
+        self._called(f"reclaim {[each.tolist() for each in blocks]}")
+        return 1
+
+    def poll(self) -> Ended:
+        return Ended()
+
+    def hashed_chain(self, hashes: Sequence[bytes]) -> HashedChain:
+        return HashedChain(bytes(16), hashes, PAGE)
+
+    def statistics(self) -> Any:
+        return SimpleNamespace(attachments=1)
+
+    def open_step(self, requests: Any) -> NoStep:
+        return NO_STEP
+
+
+@pytest.mark.parametrize("sound", [True, False])
+@pytest.mark.parametrize("ends_with", ["nothing", "wait", "abort"])
+def test_a_prompt_that_is_given_up_is_cut_off_only_as_far_as_it_must(
+    monkeypatch: pytest.MonkeyPatch, sound: bool, ends_with: str
+) -> None:
+    """First waited for, unless it is worthless; then cut; at last all that reads its pages is. Never all steps."""
+    monkeypatch.setattr(prefilling, "DRAIN_S", 0.01)
+    agent = SlowAgent("sglang-1", ends_with)
+    prefill = PrefillSide(agent, None, layout(), leads=False, written=lambda: None)  # type: ignore[arg-type]
+    prefill.begin([PromptPart(1, HASHES[:1], 1, slots([3]))])
+    prefill.end_batch()
+    prefill.give_up(1, "for a test", sound=sound)
+    calls = [*["wait"] * sound, "abort", *["wait"] * (not sound), "reclaim [[12, 13, 14, 15]]"]
+    expected = calls[: calls.index(ends_with) + 1] if ends_with in calls else calls
+    assert agent.calls == expected
 
 
 def test_a_prefill_engine_that_dies_fails_at_decode(pair: Any) -> None:

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import structlog
 
+from layerflow.agent.step.step import NoStep, Step
 from layerflow.agent.values import Follow, StepRequest
 from layerflow.connectors.sglang.layout import PoolLayout
 from layerflow.connectors.sglang.pd.prefilling import DRAIN_S, handoff_name
 
 if TYPE_CHECKING:
-    from layerflow.agent import Agent, NoStep, Step
+    from layerflow.agent import Agent
     from layerflow.agent.client import Inquiry
     from layerflow.agent.lookups import Lookups
     from layerflow.device.base import DeviceEvent
@@ -108,6 +109,7 @@ class DecodeSide:
 
     def poll(self, following: Following) -> PromptProgress:
         """Where it is now."""
+        self._agent.poll()  # which keeps what it has to tell until it is asked
         if following.progress is PromptProgress.COMING:
             if following.step is None:
                 self._look(following)
@@ -123,8 +125,8 @@ class DecodeSide:
         name = following.name
         if self._agent.busy(name):
             self._agent.abort(name)
-            if not self._agent.wait_idle(name, DRAIN_S):
-                self._agent.revoke(f"hand-off {name} was given up, and its loads did not end")
+            if not self._agent.wait_idle(name, DRAIN_S) and isinstance(following.step, Step):
+                following.step.fence(f"hand-off {name} was given up, and its loads did not end")
 
     def _look(self, following: Following) -> None:
         hit = self._lookups.wait(following.inquiry, 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 DRAIN_S = 1.0
 """How long a request that is given up waits for batches that still read its slots; then its saves are cut off."""
+
+TURN_S = 2e-3
+"""How long it waits at once: a batch ends with one request's slots before it ends with the others'."""
 
 LOST = "its layerflow server was lost, or away"
 NONE_FAILED: Mapping[int, str] = {}
@@ -68,6 +72,7 @@ class _Prompt:
     :param name: of its hand-off.
     :param attachment: the agent's, by number, to the server that its hand-off was opened at; 0 = it was away.
     :param opened: None = another rank has opened it.
+    :param blocks: of the engine, by group: those that are saved, or were.
     :param saved: pages that have been saved, or are. :param over: no more of it is.
     :param refusal: why its reader gets nothing.
     """
@@ -76,6 +81,7 @@ class _Prompt:
     chain: HashedChain
     attachment: int
     opened: HandoffInquiry | None = None
+    blocks: Sequence[np.ndarray] = ()
     saved: int = 0
     over: bool = False
     refusal: str = ""
@@ -116,6 +122,7 @@ class PrefillSide:
                 tell("run_batch", part.name, error)
                 self._refuse(part.room, f"its saves could not begin: {error}")
                 continue
+            prompt.blocks = [table[table >= 0] for table in tables]
             page = prompt.chain.chunk_tokens
             request = StepRequest(part.name, prompt.chain, tables, save=(prompt.saved * page, part.end * page))
             prompt.saved = part.end
@@ -181,7 +188,8 @@ class PrefillSide:
         for room, step in held.items():
             self.agent.release_saves(step, sound=room not in failed)
         for room, reason in failed.items():
-            self.give_up(room, reason)
+            self.give_up(room, reason, sound=False)
+        self._take_ended()
 
     def end(self, room: int) -> None:
         """All of a prompt is computed."""
@@ -221,8 +229,13 @@ class PrefillSide:
             return False
         return self.agent.busy(prompt.name) and not self.agent.wait_idle(prompt.name, 5e-4)
 
-    def give_up(self, room: int, reason: str) -> None:
-        """A prompt is not computed any further; nothing reads its slots when this returns."""
+    def give_up(self, room: int, reason: str, *, sound: bool = True) -> None:
+        """A prompt is not computed any further; nothing reads its slots when this returns.
+
+        What it has computed is stored all the same: hand-offs that share pages with it wait for that.
+
+        :param sound: else nothing of it is to be stored.
+        """
         prompt = self._prompts.get(room)
         if prompt is None:
             return
@@ -230,14 +243,30 @@ class PrefillSide:
         if not prompt.over and self.leads:
             self.lookups.end_handoff(name, tokens=0, reason=reason)
         prompt.over = True
-        if self.agent.busy(name):
-            self.agent.abort(name)
-            if not self.agent.wait_idle(name, DRAIN_S):
-                self.agent.revoke(f"hand-off {name} was given up, and its saves did not end")
+        if sound and self._wait_unread(name):
+            return
+        self.agent.abort(name)
+        if not self._wait_unread(name):
+            cut = self.agent.reclaim(prompt.blocks, 0.0)
+            log.warning("handoff_cut", handoff=name, steps=cut)
 
     def forget(self, room: int) -> None:
         """SGLang has let go of a request."""
         self._prompts.pop(room, None)
+
+    def _wait_unread(self, name: str) -> bool:
+        """Wait until no save reads a prompt's slots; False after :data:`DRAIN_S`."""
+        until = time.monotonic() + DRAIN_S
+        while self.agent.saving(name):
+            if time.monotonic() >= until:
+                return False
+            self.agent.wait_idle(name, TURN_S)
+        return True
+
+    def _take_ended(self) -> None:
+        """The agent keeps what it has to tell until it is asked. Of saves that have failed the server tells decode."""
+        for name, reason in self.agent.poll().failed_saves:
+            log.debug("save_failed", handoff=name, reason=reason)
 
     def _check_server(self, room: int, prompt: _Prompt) -> None:
         """A server that has come after a prompt's hand-off was opened knows nothing of it."""
