@@ -181,7 +181,7 @@ def test_a_prompt_that_is_given_up_fails_at_decode_with_its_reason(pair: Any) ->
     following = both.decode.follow(1, HASHES, 0, slots([9, 8, 7, 6, 5]))
     both.compute(PromptPart(1, HASHES, 2, slots([0, 1])))
     both.prefill.give_up(1, "the request was aborted")
-    assert not both.p.agent.busy("sglang-1"), "nothing reads its pages"
+    assert not both.p.agent.saving("sglang-1"), "nothing reads its pages"
     assert both.ended(following) is PromptProgress.LOST
     assert "aborted" in following.reason
     both.compute(PromptPart(1, HASHES, 5, slots([0, 1, 2, 3, 4])))  # a batch that was under way already
@@ -281,6 +281,29 @@ def test_a_prompt_that_is_given_up_does_not_take_those_with_it_that_share_its_pa
     both.prefill.give_up(1, "the request was aborted")
     assert not both.p.agent.saving("sglang-1"), "nothing reads its pages"
     assert both.ended(following) is PromptProgress.THERE, following.reason
+
+
+def test_pages_that_are_freed_are_read_to_the_end_before(pair: Any) -> None:
+    """Two requests compute the same pages under other keys; SGLang frees the second one's at once."""
+    both = pair(link_gbps=0.2)
+    crawl(both.p.agent, both.server, gbps=2e-6)
+    keys = {room: [f"{10 * room + number:064x}" for number in range(3)] for room in (1, 2)}
+    theirs = {1: slots([0, 1, 2]), 2: slots([3, 4, 5])}
+    mine = {1: slots([9, 8, 7]), 2: slots([12, 11, 10])}
+    followed = {room: both.decode.follow(room, keys[room], 0, mine[room]) for room in keys}
+    assert not both.prefill.reads
+    both.compute(*(PromptPart(room, keys[room], 3, theirs[room]) for room in keys))
+    for room in keys:
+        both.prefill.end(room)
+    assert both.prefill.reads and both.p.agent.saving("sglang-2")
+    computed = [both.p.rows(layer)[theirs[2][KV]].clone() for layer in range(LAYERS)]
+    both.prefill.let_go(theirs[2][KV])
+    assert not both.p.agent.saving("sglang-2")
+    for layer in range(LAYERS):
+        both.p.rows(layer)[theirs[2][KV]] = EMPTY
+    for each in followed.values():
+        assert both.ended(each) is PromptProgress.THERE, each.reason
+    assert all(torch.equal(both.d.rows(layer)[mine[2][KV]], computed[layer]) for layer in range(LAYERS))
 
 
 def test_a_decode_request_that_is_given_up_does_not_take_others_with_it(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -110,6 +110,9 @@ class Manager:
     def end_batch(self, batch: Any) -> None:
         self.ended.append(batch)
 
+    def pages_freed(self, pages: Sequence[Any]) -> None:
+        self.ended.append(pages)
+
 
 @pytest.mark.parametrize("linker", [None, wrapper(Linker(), "b")], ids=["alone", "with-a-linker"])
 def test_a_batch_is_told_with_what_a_linker_loads_of_it(monkeypatch: pytest.MonkeyPatch, linker: Any) -> None:
@@ -121,3 +124,11 @@ def test_a_batch_is_told_with_what_a_linker_loads_of_it(monkeypatch: pytest.Monk
     plugin.batch_ends("result", scheduler, batch)
     assert manager.begun == [(batch, ["b"] if linker else [])]
     assert manager.ended == [batch]
+
+
+def test_a_prefill_engine_hears_of_freed_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin.pages_freed("allocator", "decode's")
+    manager = Manager()
+    monkeypatch.setattr(plugin, "_prefilling", [manager])
+    plugin.pages_freed("allocator", "some", "others")
+    assert manager.ended == [("some", "others")]

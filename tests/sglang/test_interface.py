@@ -18,6 +18,8 @@ from safetensors.torch import save_file
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver, CommonKVSender
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -31,6 +33,7 @@ from layerflow.connectors.sglang import LayerflowLinker, engine, linker, plugin
 from layerflow.connectors.sglang.identity import _adapters
 from layerflow.connectors.sglang.layout import KV, MAMBA, SWA
 from layerflow.connectors.sglang.options import SglangOptions
+from layerflow.connectors.sglang.pd import backend
 from layerflow.connectors.sglang.versions import KNOWN, check_version
 from layerflow.errors import ConfigError, Unsupported
 
@@ -229,3 +232,32 @@ def test_what_another_plugin_has_hooked_first_is_hooked_too(monkeypatch: pytest.
     HookRegistry._hooks.pop("sglang.srt.probe.call")
     HookRegistry._patched.discard("sglang.srt.probe.call")
     assert heard == ["before", "sglang", "another's", "after"]
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("page", [1, 4])
+def test_every_page_is_told_of_before_it_is_free(monkeypatch: pytest.MonkeyPatch, page: int, grouped: bool) -> None:
+    """However SGLang frees it: by slots, by a row's segment, by numbers, at once or many together."""
+    plugin.hook_backend()
+    kind = TokenToKVPoolAllocator if page == 1 else PagedTokenToKVPoolAllocator
+    assert kind.__name__ in backend.ALLOCATORS
+    sizes = {"page_size": page} if page > 1 else {}
+    allocator = kind(16 * page, dtype=torch.uint8, device="cpu", kvcache=None, need_sort=False, **sizes)
+    told: list[int] = []
+
+    class Manager:
+        def pages_freed(self, pages: Any) -> None:
+            free = set(allocator.free_pages.tolist())
+            told.extend(each for numbers in pages for each in numbers.tolist() if each not in free)
+
+    monkeypatch.setattr(plugin, "_prefilling", [Manager()])
+    slots = allocator.alloc(6 * page)
+    if grouped:
+        allocator.free_group_begin()
+    allocator.free(slots[: 2 * page])
+    allocator.free_segment(slots[2 * page : 4 * page], start_pos=0)
+    allocator.free_page_ids(slots[4 * page :: page] // page)
+    if grouped:
+        allocator.free_group_end()
+    assert set(told) == set((slots // page).tolist())
+    assert allocator.available_size() == 16 * page

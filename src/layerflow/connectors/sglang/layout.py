@@ -83,6 +83,10 @@ class PoolLayout:
         page, nothing = self.spec.chunk_tokens, np.empty(0, np.int64)
         return tuple(group.table(pages, page, slots.get(group.pool, nothing)) for group in self.groups)
 
+    def blocks(self, tables: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Engine blocks by group, int64, of block tables; see :meth:`layerflow.agent.Agent.reclaim`."""
+        return [table[table >= 0] for table in tables]
+
 
 @dataclass(frozen=True, slots=True)
 class _Pool:

@@ -44,6 +44,8 @@ def hook_backend() -> None:
             ("disaggregation.prefill.PrefillBootstrapQueue.create_sender", attach_manager),
             ("disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue", attach_manager),
             ("managers.scheduler.Scheduler.run_batch", batch_begins),
+            ("mem_cache.allocator.paged.PagedTokenToKVPoolAllocator._release_page_ids", pages_freed),
+            ("mem_cache.allocator.token.TokenToKVPoolAllocator.free", pages_freed),
         ),
         around=(
             (
@@ -204,6 +206,12 @@ def batch_ends(result: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: An
     """It has run, or has been given to the device."""
     for manager in _prefilling:
         manager.end_batch(batch)
+
+
+def pages_freed(allocator: Any, *pages: Any) -> None:
+    """Pages are about to be given to other requests."""
+    for manager in _prefilling:
+        manager.pages_freed(pages)
 
 
 def cached_prefix(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

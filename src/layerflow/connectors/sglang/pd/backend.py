@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import structlog
+import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import (
     CommonKVBootstrapServer,
@@ -47,6 +48,9 @@ ROOM, ROW, FAILED, ABORT = b"LAYERFLOW_ROOM", b"LAYERFLOW_ROW", b"LAYERFLOW_FAIL
 
 GONE_S, MOST_GONE = 600.0, 1024
 """A prefill engine that has ended is not waited for, as one that starts is, for so long; so many of them."""
+
+ALLOCATORS = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator", "NPUPagedTokenToKVPoolAllocator")
+"""SGLang's allocators that give pages back through the functions that :mod:`.plugin` hooks."""
 
 REPLACED = "the weights were replaced, and SGLang's cache was not flushed since"
 
@@ -104,6 +108,7 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
         lookups = Lookups(options.endpoint, cache.engine, agent.spec, name=cache.name)
         lookups.wait_connected(1.0)
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
+            _check_allocator(scheduler.token_to_kv_pool_allocator)
             self.prefill = PrefillSide(
                 agent, lookups, cache.layout, leads=cache.rank.tp_rank == 0, written=agent.record
             )
@@ -174,6 +179,19 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
         self.prefill.end_batch(failed)
         for room, reason in failed.items():
             self.tell_failure(room, reason)
+
+    def pages_freed(self, pages: Sequence[Any]) -> None:
+        """SGLang gives pages to other requests.
+
+        :param pages: tensors of page numbers, on the device.
+        """
+        assert self.prefill is not None
+        if not self.prefill.reads:  # else the numbers are fetched from the device, which the caller's stream waits for
+            return
+        page = self.kv_args.page_size
+        for numbers in pages:
+            starts = numbers.to("cpu", torch.int64).numpy() * page
+            self.prefill.let_go((starts[:, None] + np.arange(page)).reshape(-1))
 
     def _part(self, request: Any, sender: LayerflowSender, *, loads: bool) -> PromptPart:
         page, total = self.kv_args.page_size, len(request.origin_input_ids)
@@ -460,6 +478,15 @@ class LayerflowReceiver(CommonKVReceiver):  # type: ignore[misc]
 
 class LayerflowBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]
     """SGLang's own."""
+
+
+def _check_allocator(allocator: Any) -> None:
+    """:raises Unsupported: its frees are not seen, see :func:`.plugin.pages_freed`."""
+    if type(allocator).__name__ not in ALLOCATORS:
+        raise Unsupported(
+            f"SGLang frees this model's pages by a {type(allocator).__name__}, which layerflow does not know (it knows "
+            f"{', '.join(ALLOCATORS)}); run prefill without KV sharding, hierarchical sparse pools and unified memory"
+        )
 
 
 def prompt_hashes(request: Any, page: int) -> list[str]:

@@ -13,7 +13,7 @@ import structlog
 from layerflow.agent.step.step import NoStep, Step
 from layerflow.agent.values import StepRequest
 from layerflow.connectors.common.guard import tell
-from layerflow.connectors.sglang.layout import PoolLayout
+from layerflow.connectors.sglang.layout import KV, PoolLayout
 
 if TYPE_CHECKING:
     from layerflow.agent import Agent
@@ -122,7 +122,7 @@ class PrefillSide:
                 tell("run_batch", part.name, error)
                 self._refuse(part.room, f"its saves could not begin: {error}")
                 continue
-            prompt.blocks = [table[table >= 0] for table in tables]
+            prompt.blocks = self.layout.blocks(tables)
             page = prompt.chain.chunk_tokens
             request = StepRequest(part.name, prompt.chain, tables, save=(prompt.saved * page, part.end * page))
             prompt.saved = part.end
@@ -249,6 +249,24 @@ class PrefillSide:
         if not self._wait_unread(name):
             cut = self.agent.reclaim(prompt.blocks, 0.0)
             log.warning("handoff_cut", handoff=name, steps=cut)
+
+    @property
+    def reads(self) -> bool:
+        """May a save read any slot now?"""
+        return self.agent.statistics().open_steps > 0
+
+    def let_go(self, slots: np.ndarray) -> None:
+        """SGLang gives these slots to other requests: when this returns no save reads them.
+
+        Two requests may compute the same pages in one batch. SGLang keeps the first one's and frees the other's at
+        once, while that request's save may be reading them. A save that does not end in :data:`DRAIN_S` is cut off.
+
+        :param slots: int64, whole pages.
+        """
+        tables = self.layout.tables(len(slots) // self.layout.spec.chunk_tokens, {KV: slots})
+        cut = self.agent.reclaim(self.layout.blocks(tables), DRAIN_S)
+        if cut:
+            log.warning("handoff_cut", handoff="", steps=cut)
 
     def forget(self, room: int) -> None:
         """SGLang has let go of a request."""
