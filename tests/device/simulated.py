@@ -58,6 +58,14 @@ class Stream:
         if event.work is not None:  # on one that was never recorded, cuda waits for nothing
             self.put(after=event.work)
 
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
+    def record_event(self) -> Event:
+        event = Event(self.machine)
+        event.record(self)
+        return event
+
     def synchronize(self) -> None:
         self.machine.called("synchronize")
         self.machine.run_until(lambda: not self.queue)

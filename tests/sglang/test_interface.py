@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import sglang
 import torch
+from device.simulated import DEVICE, Machine
 from safetensors.torch import save_file
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver, CommonKVSender
 from sglang.srt.lora.lora_registry import LoRARef
@@ -27,6 +28,7 @@ from sglang.srt.mem_cache.unified_cache import linker_factory, unified_cache_lin
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker, UnifiedCacheLinkerWrapper
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.server_args import ServerArgs
 
 from layerflow.connectors.common.interface import check_interface
 from layerflow.connectors.sglang import LayerflowLinker, engine, linker, plugin
@@ -36,6 +38,7 @@ from layerflow.connectors.sglang.options import SglangOptions
 from layerflow.connectors.sglang.pd import backend
 from layerflow.connectors.sglang.versions import KNOWN, check_version
 from layerflow.errors import ConfigError, Unsupported
+from layerflow.spec import Shard
 
 METHODS = {
     "lookup": ["self", "rid", "transfers"],
@@ -261,3 +264,34 @@ def test_every_page_is_told_of_before_it_is_free(monkeypatch: pytest.MonkeyPatch
         allocator.free_group_end()
     assert set(told) == set((slots // page).tolist())
     assert allocator.available_size() == 16 * page
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_a_pass_leaves_is_saved_behind_its_own_stream(monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
+    """SGLang's scheduler goes on beside the pass, on another stream, and calls the hook behind a batch there."""
+    machine = Machine()
+    device = machine.accelerator()
+    monkeypatch.setattr(torch, "get_device_module", lambda _: machine)
+    cache = engine.EngineCache.__new__(engine.EngineCache)
+    agent: Any = SimpleNamespace(device=device, memory=SimpleNamespace(device=DEVICE), record=device.record)
+    cache._agent, cache.rank, cache.layout = agent, Shard(), None  # type: ignore[assignment]
+    schedule, forward = machine.Stream(), machine.Stream()
+    args: Any = SimpleNamespace(enable_two_batch_overlap=False)
+    side = backend.prefill_side(cache, agent, None, forward if overlap else None, args)  # type: ignore[arg-type]
+    assert side.by_layer
+    with machine.stream(schedule):
+        last = (forward if overlap else schedule).put(held=True)
+        event: Any = side.passed()
+    machine.run()
+    assert not event.query()
+    last.held = False
+    machine.run()
+    assert event.query()
+
+
+def test_two_batch_overlap_tells_of_no_layer() -> None:
+    cache: Any = SimpleNamespace(rank=Shard(), layout=None)
+    agent: Any = SimpleNamespace(record=None)
+    args: Any = SimpleNamespace(enable_two_batch_overlap=True)
+    assert not backend.prefill_side(cache, agent, None, None, args).by_layer  # type: ignore[arg-type]
+    assert "enable_two_batch_overlap" in ServerArgs.__struct_fields__

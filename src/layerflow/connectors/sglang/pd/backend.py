@@ -29,6 +29,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_hash_str, get_storage_hash_str
 from sglang.srt.utils.network import NetworkAddress
 
+from layerflow.agent import Agent
 from layerflow.agent.lookups import Lookups
 from layerflow.connectors.common.guard import attempt, tell
 from layerflow.connectors.sglang.engine import EngineCache
@@ -109,9 +110,7 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
         lookups.wait_connected(1.0)
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
             _check_allocator(scheduler.token_to_kv_pool_allocator)
-            self.prefill = PrefillSide(
-                agent, lookups, cache.layout, leads=cache.rank.tp_rank == 0, written=agent.record
-            )
+            self.prefill = prefill_side(cache, agent, lookups, stream, self.server_args)
         else:
             self.decode = DecodeSide(
                 agent,
@@ -478,6 +477,20 @@ class LayerflowReceiver(CommonKVReceiver):  # type: ignore[misc]
 
 class LayerflowBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]
     """SGLang's own."""
+
+
+def prefill_side(cache: EngineCache, agent: Agent, lookups: Lookups, stream: Any, server_args: Any) -> PrefillSide:
+    """:param stream: that forward passes run on; None = the scheduler's own."""
+    return PrefillSide(
+        agent,
+        lookups,
+        cache.layout,
+        leads=cache.rank.tp_rank == 0,
+        written=agent.record,
+        passed=lambda: cache.event(stream, and_current=True),
+        # With it each layer is called once for each half of the batch, and a hook does not know which it is.
+        by_layer=not server_args.enable_two_batch_overlap,
+    )
 
 
 def _check_allocator(allocator: Any) -> None:

@@ -93,7 +93,11 @@ class PrefillSide:
 
     :param lookups: of the same engine. One rank opens and ends hand-offs; what the others save belongs to them too.
     :param leads: this is that rank.
-    :param written: makes an event behind all that the forward pass has been given; None on the cpu.
+    :param written: makes an event behind what the calling thread has enqueued: a layer's hook runs with the pass's own
+        stream as the current one. None on the cpu.
+    :param passed: makes an event behind all that the forward pass has been given, whose stream is not the scheduler's
+        where SGLang overlaps them.
+    :param by_layer: the hook on a layer tells when all of it is written. Else it is known at the batch's end only.
 
     :ivar _steps: the running batch's. :ivar _held: those among them, by room, that publish nothing before it has ended.
     """
@@ -103,6 +107,8 @@ class PrefillSide:
     layout: PoolLayout
     leads: bool
     written: Callable[[], object]
+    passed: Callable[[], object]
+    by_layer: bool = True
     _prompts: dict[int, _Prompt] = field(default_factory=dict)
     _steps: list[Step | NoStep] = field(default_factory=list)
     _held: dict[int, Step] = field(default_factory=dict)
@@ -165,7 +171,7 @@ class PrefillSide:
         :param layer: SGLang's number.
         """
         own = self.layout.layers.get(layer)
-        if self._steps and own is not None and own not in self._seen:
+        if self.by_layer and self._steps and own is not None and own not in self._seen:
             self._seen.add(own)
             event = self.written()
             for step in self._steps:
@@ -178,7 +184,7 @@ class PrefillSide:
         """
         steps, self._steps = self._steps, []
         left = [own for own in range(self.agent.spec.num_layers) if own not in self._seen]
-        event = self.written() if steps and left else None
+        event = self.passed() if steps and left else None
         for step in steps:
             for own in left:
                 step.layer_done(own, event)
