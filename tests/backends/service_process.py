@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import http.client
 import os
 import re
@@ -15,6 +16,13 @@ from typing import Self
 from e2e.stopping import stop
 
 READY_S = 30.0
+LIBC = ctypes.CDLL(None)
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+def _die_with_the_tests() -> None:
+    """A test run that is killed leaves no service: of some only one can run on a machine."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class ServiceProcess:
@@ -36,7 +44,12 @@ class ServiceProcess:
 
     def start(self) -> None:
         """Also again, after :meth:`kill`; returns when it answers."""
-        self._process = subprocess.Popen(self._command, stdout=self._log, stderr=self._log)
+        self._process = subprocess.Popen(
+            self._command,
+            stdout=self._log,
+            stderr=self._log,
+            preexec_fn=_die_with_the_tests,  # noqa: PLW1509 - one call of the kernel
+        )
         until = time.monotonic() + READY_S
         while not self._healthy():
             if self._process.poll() is not None or time.monotonic() > until:

@@ -258,7 +258,10 @@ def test_a_lease_that_ends_during_a_read_fails_it(line: Callable[..., Line]) -> 
 
 def test_what_is_slower_to_read_than_to_compute_is_no_hit(line: Callable[..., Line]) -> None:
     it = line(20e6)
-    assert not it.load(it.stored(), lambda: None, 0).failed
+    for _ in range(5):  # the fewer calls a load is, as on a busy machine, the less it tells of the link
+        assert not it.load(it.stored(), lambda: None, 0).failed
+        if it.two.reads["peers"][0]["gbps"]:
+            break
     assert eventually(lambda: it.two.reads["peers"][0]["gbps"])
     chain = it.stored()
     lookups = Lookups(it.two.reader.endpoint, "d", SPEC, timeout_s=10.0)
