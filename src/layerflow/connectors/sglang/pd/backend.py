@@ -275,7 +275,7 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
             return True
         if self._gone.holds(bootstrap_addr, time.monotonic()):
             for room in self._waiting_for(bootstrap_addr):
-                self.record_failure(room, f"the prefill engine at {bootstrap_addr} has ended")
+                self.record_failure(room, f"layerflow: the prefill engine at {bootstrap_addr} has ended")
                 self.update_status(room, KVPoll.Failed)
         return False
 
@@ -312,7 +312,7 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
         elif tag == FAILED:
             room, attempt = int(frames[1]), int(frames[3])
             if room in self.request_status and attempt == self.attempt(room):
-                self.record_failure(room, f"the prefill engine has failed: {frames[2].decode()}")
+                self.record_failure(room, f"layerflow: the prefill engine has failed: {frames[2].decode()}")
                 self.update_status(room, KVPoll.Failed)
         elif tag == ABORT:
             self._first.leave(int(frames[1]))
