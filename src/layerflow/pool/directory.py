@@ -228,12 +228,13 @@ class Directory:
         if pins is None:
             return
         self._ends.discard(owner)
-        mine = self._pins.setdefault(heir, {})
-        for entry in pins:
-            if entry in mine:
-                entry.readers -= 1
-            else:
-                mine[entry] = None
+        mine = self._pins.setdefault(heir, pins)  # as they are, where the heir has none: a lookup's, at its end
+        if mine is not pins:
+            for entry in pins:
+                if entry in mine:
+                    entry.readers -= 1
+                else:
+                    mine[entry] = None
         self._ends.set(heir, max(until, self._ends.until(heir)))
 
     def unpin(self, owner: Owner, keys: Iterable[bytes] | None) -> list[DirectoryEntry]:
