@@ -110,8 +110,8 @@ class Driver:
         Of parts that have some, it learns that at their end: until then they are being read.
         """
         self._books[key] = book
-        placed = set(book.save_parts)
-        self._give_up(key, [position for position in book.unplaced if position not in placed])
+        if book.unplaced:
+            self._give_up(key, sorted(book.unplaced.keys() - set(book.save_parts)))
 
     def steps(self) -> list[tuple[int, int]]:
         """Open steps: session and number."""

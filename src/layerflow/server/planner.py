@@ -268,7 +268,7 @@ def plan_saves(
                 offsets[at] = kept.get(objects[at].key, NOWHERE)
             if offsets[at] == NOWHERE:
                 unplaced = unplaced or NO_ROOM.get(place.outcome, "")
-        full += sum(place.outcome in (ReserveStatus.FULL, ReserveStatus.TOO_LARGE) for place in room)
+        full += sum(place.outcome in NO_ROOM for place in room)
         if unplaced:
             book.unplaced[position] = unplaced
         keys = [key for key, offset in zip(wanted.keys, offsets, strict=True) if offset != NOWHERE]

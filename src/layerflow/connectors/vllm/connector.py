@@ -136,7 +136,7 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler = SchedulerSide(
                 self.options,
                 transfer.engine_id,
-                [context.block_tokens(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups],
+                context.group_tokens(kv_cache_config),
                 name=self._name,
                 can_fail_in_background=_TransferResults is not None,
                 recovers=self._takes_back and recovery.install(LayerflowConnector),

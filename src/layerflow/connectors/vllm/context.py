@@ -66,6 +66,13 @@ class ContextParallel:
         """Tokens that a block of a cache stands for."""
         return int(layer_spec.block_size) * self.parts(layer_spec)
 
+    def group_tokens(self, cache: Any) -> list[int]:
+        """The same of each of vLLM's cache groups.
+
+        :param cache: vLLM's KVCacheConfig.
+        """
+        return [self.block_tokens(group.kv_cache_spec) for group in cache.kv_cache_groups]
+
     def place(self, rank: int) -> int:
         """The worker's position among those of its stage: by KV head, then by part, equal ones side by side.
 

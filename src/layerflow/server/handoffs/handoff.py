@@ -256,14 +256,16 @@ def take(pool: Pool, owner: Owner, objects: Mapping[bytes, NewObject]) -> Reserv
     """
     # Pinned by another name until there is room: `owner` may pin the same, as pieces of what it took before.
     taking = ("taking", owner)
-    places = pool.acquire(list(objects), taking, math.inf)
-    missing = [new for new, place in zip(objects.values(), places, strict=True) if place is None]
-    room = pool.reserve(missing, owner)
-    if any(place.outcome in (ReserveStatus.FULL, ReserveStatus.TOO_LARGE) for place in room):
-        pool.revoke([new.key for new in missing], owner)
-        pool.release(taking)
-        return None
-    pool.transfer_pins(taking, owner, math.inf)
+    try:
+        places = pool.acquire(list(objects), taking, math.inf)
+        missing = [new for new, place in zip(objects.values(), places, strict=True) if place is None]
+        room = pool.reserve(missing, owner)
+        if any(place.outcome in (ReserveStatus.FULL, ReserveStatus.TOO_LARGE) for place in room):
+            pool.revoke([new.key for new in missing], owner)
+            return None
+        pool.transfer_pins(taking, owner, math.inf)
+    finally:
+        pool.release(taking)  # nobody else would: these pins have no end
     pending = {new.key for new in missing}
     reserved = zip(missing, room, strict=True)
     reserved_here = {new.key for new, place in reserved if place.outcome is ReserveStatus.RESERVED}

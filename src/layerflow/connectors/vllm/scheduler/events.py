@@ -213,7 +213,7 @@ class PoolEvents:
     def __init__(self, vllm_config: Any, cache: Any) -> None:
         specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
         kinds = [(get_kv_cache_spec_kind(spec).value, getattr(spec, "sliding_window", None)) for spec in specs]
-        self._block_tokens = [sizes_of(vllm_config.parallel_config).block_tokens(spec) for spec in specs]
+        self._block_tokens = sizes_of(vllm_config.parallel_config).group_tokens(cache)
         self._unit = _hash_tokens(cache, vllm_config, self._block_tokens)
         self._hash = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
         self._router = VllmRouter(vllm_config.kv_events_config.publisher, kinds)

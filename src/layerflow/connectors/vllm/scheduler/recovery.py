@@ -83,8 +83,7 @@ def preempt_dependents(scheduler: Any, failed: Mapping[str, Sequence[PendingLoad
     :param failed: by request: its loads under way.
     :returns: the requests that were taken back.
     """
-    context = sizes_of(scheduler.vllm_config.parallel_config)
-    sizes = [context.block_tokens(group.kv_cache_spec) for group in scheduler.kv_cache_config.kv_cache_groups]
+    sizes = sizes_of(scheduler.vllm_config.parallel_config).group_tokens(scheduler.kv_cache_config)
     invalid = _InvalidBlocks(sizes)
     for arrival in itertools.chain.from_iterable(failed.values()):
         invalid.add(arrival.tables, arrival.start)
