@@ -206,6 +206,7 @@ def test_the_settings_switch_it_while_the_server_runs(embed: Embed, tmp_path: Pa
     assert status_of(server)["path"] == str(tmp_path / "b")
     apply(server)
     assert not status_of(server)["on"] and status_of(server)["reason"] == "the settings have changed"
+    assert eventually((tmp_path / "b").exists), "its own thread makes it, be it over by then"
     assert eventually(lambda: list(Recording(tmp_path / "a").records()) and list(Recording(tmp_path / "b").records()))
 
 
