@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from layerflow.errors import InvalidTransition
 from layerflow.flow import Flow
 from layerflow.flow.commands import (
     Arrived,
@@ -35,7 +36,7 @@ from layerflow.flow.events import (
 from layerflow.pool.arena import Arena
 from layerflow.pool.base import Owner
 from layerflow.pool.memory import MemoryPool
-from layerflow.server.incoming import IncomingFetches, IncomingObjects, IncomingSaves
+from layerflow.server.incoming import AtPeer, IncomingFetches, IncomingObjects, IncomingSaves
 from layerflow.wire.host_messages import Fetched, Pull, ToHost
 from server.test_tier_jobs import LAYERS, NBYTES, STEP, key, new
 
@@ -238,3 +239,12 @@ async def test_who_has_waited_may_go_on_to_what_ends_the_rest(server: Server) ->
     server.emit([IncomingFailed(1, ((0, "it is broken"),))])
     assert not server.incoming.coming and not server.incoming.jobs and server.ended == [1]
     assert server.pool.statistics().half_written == 0
+
+
+def test_what_the_core_would_refuse_is_neither_begun_nor_kept(server: Server) -> None:
+    lie = AtPeer(b"", {key(1): 0}, available=LAYERS + 1)
+    with pytest.raises(InvalidTransition, match=f"{LAYERS + 1} layers are available of {LAYERS}"):
+        server.peers.begin([new(1)], range(LAYERS), "engine", lie)
+    assert not server.incoming.jobs and not server.incoming.coming and not server.sent[Hop.PEER]
+    assert server.pool.statistics().half_written == 0
+    assert server.peers.begin([new(1)], range(LAYERS), "engine") and key(1) in server.incoming.coming

@@ -295,19 +295,27 @@ def lease_incoming(state: State, event: IncomingLeased, out: list[Command]) -> N
 # Fetches: objects that a host brings.
 
 
-def open_fetch(state: State, event: FetchOpened, now: float) -> None:
-    """Begin.
+def check_fetch(event: FetchOpened) -> None:
+    """May this be opened? Who opens a fetch asks before anything is done for it.
 
-    :raises InvalidTransition: for a number that was used, or objects that cannot be.
+    :raises InvalidTransition: its objects, its layers or its way cannot be.
     """
-    _check_ascending(state, event.fetch)
     if event.hop not in (Hop.FETCH, Hop.PEER):
         raise InvalidTransition(f"fetch {event.fetch} cannot come by the way {event.hop.name}")
     if not event.layers or not event.objects or any(min(item) < 1 for item in event.objects):
         raise InvalidTransition(f"fetch {event.fetch} has no layers, no objects, or an object without bytes or blocks")
+    if event.available > len(event.layers):
+        raise InvalidTransition(f"fetch {event.fetch}: {event.available} layers are available of {len(event.layers)}")
+
+
+def open_fetch(state: State, event: FetchOpened, now: float) -> None:
+    """Begin.
+
+    :raises InvalidTransition: for a number that was used, and as :func:`check_fetch`.
+    """
+    _check_ascending(state, event.fetch)
+    check_fetch(event)
     available = len(event.layers) if event.available < 0 else event.available
-    if available > len(event.layers):
-        raise InvalidTransition(f"fetch {event.fetch}: {available} layers are available of {len(event.layers)}")
     lane = state.lane_of(event.hop)
     fetch = fetch_of(event, lane.client(event.engine), available)
     _register(state, fetch)

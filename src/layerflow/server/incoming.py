@@ -13,7 +13,9 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from layerflow.errors import InvalidTransition
 from layerflow.expiring import ExpiringSet
+from layerflow.flow.arrivals import check_fetch
 from layerflow.flow.commands import Arrived, Call, LayersStored, ObjectsLost, RoomFreed, TransferDone
 from layerflow.flow.events import (
     CallDone,
@@ -351,6 +353,7 @@ class IncomingFetches(IncomingSource):
         :param engine: for which.
         :param at_peer: where they lie; None = at the backend.
         :returns: the fetch's number; 0 = none has begun.
+        :raises InvalidTransition: the core would refuse it; nothing has changed.
         """
         pool, number = self._incoming.pool, next(self._incoming.numbers)
         owner: Owner = (self.name, number)
@@ -363,6 +366,16 @@ class IncomingFetches(IncomingSource):
         job = IncomingFetchJob(
             number, self, [new.key for new in mine], tuple(layers), set(range(len(mine))), objects=mine
         )
+        items = tuple(Item((new.nbytes - HEADER_BYTES) // len(layers), new.blocks) for new in mine)
+        available = -1 if at_peer is None else at_peer.available
+        opened = FetchOpened(number, engine, job.layers, items, available, self._hop)
+        try:
+            # The core may be told later, behind what it is being told now: what it would refuse is refused before the
+            # host and the book have it, from which only the core takes it back.
+            check_fetch(opened)
+        except InvalidTransition:
+            pool.revoke(job.keys, owner)
+            raise
         told = describe(placed, len(layers))
         if at_peer is not None:
             positions = pack_u32([at_peer.positions[key] for key in job.keys])
@@ -371,9 +384,7 @@ class IncomingFetches(IncomingSource):
             pool.revoke(job.keys, owner)
             return 0
         self._incoming.add(job, [(offset, new.blocks) for new, offset in placed])
-        items = tuple(Item((new.nbytes - HEADER_BYTES) // len(layers), new.blocks) for new in mine)
-        available = -1 if at_peer is None else at_peer.available
-        self._incoming.emit([FetchOpened(number, engine, job.layers, items, available, self._hop)])
+        self._incoming.emit([opened])
         return number
 
     def call_ended(self, message: Fetched) -> None:

@@ -105,6 +105,14 @@ class Offers:
         """
         if len(found.lease_key) != LINK_KEY_BYTES:
             raise ProtocolError(f"lease {found.lease} has a key of {len(found.lease_key)} bytes, not {LINK_KEY_BYTES}")
+        if len(found.token) != wire.PEER_TOKEN_BYTES:
+            raise ProtocolError(
+                f"lease {found.lease} has a token of {len(found.token)} bytes, not {wire.PEER_TOKEN_BYTES}"
+            )
+        if max(found.states, default=wire.MISSING) > wire.OPEN:
+            raise ProtocolError(
+                f"lease {found.lease} has an object in state {max(found.states)}; {wire.OPEN} is the last"
+            )
         count = len(keys)
         nbytes = unpack_u64(found.nbytes, count, "nbytes").tolist()
         blocks, layers, saves = (

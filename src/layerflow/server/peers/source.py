@@ -16,6 +16,7 @@ import structlog
 
 from layerflow.config.peers import MAX_ATTACHED
 from layerflow.config.settings import Settings
+from layerflow.errors import ProtocolError
 from layerflow.expiring import ExpiringSet
 from layerflow.flow.commands import Call
 from layerflow.flow.cost import LinkCost, LinkModel
@@ -209,6 +210,10 @@ class PeerSource:
                     f"{new.nbytes} here"
                 )  # fmt: skip
                 continue
+            if offer.open and (stored := offer.lease.layers[offer.position]) > len(layers):
+                why = f"{stored} layers of it at {offer.lease.peer.target.name}, {len(layers)} here"
+                self._read_failed(new.key, ObjectStatus.BROKEN, why)
+                continue
             by_lease.setdefault((offer.lease, offer.save), []).append(new)
         for (lease, _), mine in by_lease.items():
             endpoint = lease.peer.endpoint()
@@ -339,6 +344,8 @@ class PeerSource:
             self._give_up(lease, f"peer {peer.target.name}: {message.reason}")
             self.offers.forget(lease)
             return
+        if message.layers < 0:
+            raise ProtocolError(f"{message.layers} layers of lease {message.lease} are stored")
         lease.progressed(
             unpack_u32(message.positions, len(message.positions) // 4, "positions").tolist(), message.layers
         )
