@@ -105,3 +105,33 @@ class DynamoRouter:
         while (count + 1) * self.size <= len(prompt) and prompt[: (count + 1) * self.size] in held:
             count += 1
         return count
+
+
+@dataclass
+class BlockPlaces:
+    """Who reads everything: by pod and cache group, in which states each block is."""
+
+    states: dict[tuple[str, int, bytes], set[int]] = field(default_factory=dict)
+    prefixes: dict[tuple[str, bytes], Prefix] = field(default_factory=dict)
+
+    def take(self, pod: str, events: Sequence[BlockEvent]) -> None:
+        for event in events:
+            if not isinstance(event, StoredBlocks):
+                for block in event.hashes:
+                    self.states.get((pod, event.group, block), set()).discard(event.state)
+                continue
+            prefix = self.prefixes[pod, event.parent] if event.parent is not None else b""
+            size = event.block_tokens * 4
+            for at, block in enumerate(event.hashes):
+                prefix += event.tokens[at * size : (at + 1) * size]
+                self.prefixes[pod, block] = prefix
+                self.states.setdefault((pod, event.group, block), set()).add(event.state)
+
+    def of(self, pod: str) -> set[tuple[int, Prefix, int]]:
+        """Group, prefix and state of each block of a pod."""
+        return {
+            (group, self.prefixes[pod, block], state)
+            for (each, group, block), states in self.states.items()
+            if each == pod
+            for state in states
+        }

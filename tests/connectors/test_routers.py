@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 import structlog
-from connectors.routers import DynamoRouter, LlmdIndexer
+from connectors.routers import BlockPlaces, DynamoRouter, LlmdIndexer
 
 from layerflow.agent.control import Control
 from layerflow.connectors.common import announcer
@@ -23,7 +23,14 @@ from layerflow.wire.messages import ChunkChange, ChunkChanges, ChunkDescription
 
 BLOCK, CHUNK = 4, 16
 SIZE = BLOCK * 4
-SPEC = ModelSpec("m", "c", (GroupSpec("full", BLOCK, (0,), (Plane("kv", "uint8", (1,)),)),), chunk_tokens=CHUNK)
+PLANES = (Plane("kv", "uint8", (1,)),)
+SPEC = ModelSpec(
+    "m",
+    "c",
+    (GroupSpec("full", BLOCK, (0,), PLANES), GroupSpec("sliding", BLOCK, (1,), PLANES, window=BLOCK)),
+    chunk_tokens=CHUNK,
+)
+FULL, WINDOW = GROUPS = (0, 1)
 ROOT = root_digest(SPEC.fingerprint)
 
 
@@ -47,10 +54,14 @@ class PoolServer:
             return ARENA
         return TIER if (self.arena | self.disk).issuperset(keys) else ABSENT
 
-    def change(self, place: set[bytes], digest: bytes, there: bool) -> None:
-        key = object_key(digest, 0, SPEC.shard)
-        (place.add if there else place.discard)(key)
-        self.journal.object_changed(key)
+    def change(self, place: set[bytes], digest: bytes, there: bool, groups: Sequence[int] = GROUPS) -> None:
+        for group in groups:
+            key = object_key(digest, group, SPEC.shard)
+            (place.add if there else place.discard)(key)
+            self.journal.object_changed(key)
+
+    def state(self, digest: bytes, group: int) -> int:
+        return self._where([object_key(digest, group, SPEC.shard)])
 
     def hit(self, chain: Chain, *, described: bool = False) -> int:
         """Tokens of a prompt's leading chunks that are there.
@@ -59,9 +70,9 @@ class PoolServer:
         """
         tokens = 0
         for digest in [*chain.digests, chain.tail]:
-            key = object_key(digest, 0, SPEC.shard) if digest else b""
-            if not digest or not self._where([key]):
+            if not digest or not self.state(digest, FULL):
                 break
+            key = object_key(digest, FULL, SPEC.shard)
             held = min(CHUNK, len(chain) - tokens)
             if described and held >= BLOCK and not self.describes(digest):
                 assert key in self.inherited, "a chunk that was stored under this server is not described"
@@ -114,12 +125,22 @@ class Channel:
         self.news = False
 
     def publish(self, events: Sequence[BlockEvent]) -> None:
+        self._world.places.take(self._pod, events)
+        main = [event for event in events if event.group == FULL]
         for indexer in (*self._world.indexers, *self._world.dynamo):
-            indexer.take(self._pod, events)
+            indexer.take(self._pod, main)
 
     def missed(self) -> bool:
         missed, self.news = self.news, False
         return missed
+
+
+def leading(blocks: set[bytes], prompt: bytes) -> int:
+    """Leading blocks of a prompt that are there: of other prompts too, where these begin alike."""
+    count = 0
+    while (count + 1) * SIZE <= len(prompt) and prompt[: (count + 1) * SIZE] in blocks:
+        count += 1
+    return count
 
 
 def hashes_of(engine: str) -> Any:
@@ -140,6 +161,7 @@ class World:
         self.room = room
         self.server = PoolServer(set(), room)
         self.indexers, self.dynamo = [LlmdIndexer()], [DynamoRouter(SIZE)]
+        self.places = BlockPlaces()
         self.pods = ["one", "two"]
         self.channels = {pod: Channel(self, pod) for pod in self.pods}
         self.engines = {pod: self._engine(pod) for pod in self.pods}
@@ -151,7 +173,8 @@ class World:
 
     def _engine(self, pod: str) -> Announcer:
         self.ledgers = getattr(self, "ledgers", {})
-        self.ledgers[pod] = ledger = BlockLedger([BlockGroup(0, BLOCK, (0,), True)], BLOCK, hashes_of(pod))
+        groups = [BlockGroup(FULL, BLOCK, (FULL,), True), BlockGroup(WINDOW, BLOCK, (WINDOW,), False)]
+        self.ledgers[pod] = ledger = BlockLedger(groups, BLOCK, hashes_of(pod))
         made = Announcer(lambda: cast(Control, DirectControl(self)), ledger, self.channels[pod], heartbeat_s=60)
         made._rest = lambda worked_s: False  # type: ignore[method-assign]
         return made
@@ -173,11 +196,13 @@ class World:
             self.engines[pod].stored(lambda: self.describe(chain, len(chain)))
             self.engines[pod].turn()
             for digest in digests[: rng.randrange(1, len(digests) + 1)]:
-                server.change(server.arena, digest, True)
+                groups = rng.choice((GROUPS, GROUPS, (FULL,)))
+                server.change(server.arena, digest, True, groups)
                 if rng.random() < 0.3:
-                    server.change(server.disk, digest, True)
+                    server.change(server.disk, digest, True, groups)
         elif act < 0.6:
-            server.change(rng.choice((server.arena, server.disk)), rng.choice(digests), False)
+            groups = rng.choice((GROUPS, (FULL,), (WINDOW,)))
+            server.change(rng.choice((server.arena, server.disk)), rng.choice(digests), False, groups)
         elif act < 0.75 and server.up and (tokens := server.hit(chain)):
             self.engines[pod].found(lambda: self.describe(chain, tokens))
         elif act < 0.77:
@@ -185,12 +210,11 @@ class World:
             (self.indexers, self.dynamo)[at][0] = (LlmdIndexer(), DynamoRouter(SIZE))[at]  # type: ignore[index]
             for channel in self.channels.values():
                 channel.news = True
-        elif act < 0.79:
-            server.up = not server.up
-            if server.up:
-                self.server = PoolServer(server.disk, self.room)
-            else:
-                server.arena.clear()
+        elif act < 0.78 and server.up:
+            server.up = False
+            server.arena.clear()
+        elif act < 0.85 and not server.up:
+            self.server = PoolServer(server.disk, self.room)
         else:
             self.engines[pod].turn()
 
@@ -202,32 +226,38 @@ class World:
     def check(self, *, described: bool = False) -> tuple[int, int]:
         """(blocks that are believed and cannot be hit, blocks that can be hit and are not known), over all prompts.
 
+        Then the same of each block's places, over the cache groups.
+
         :param described: count no block that only the disk knows, as of :meth:`PoolServer.hit`.
         """
         believed = unknown = 0
-        for prompt in self.prompts:
-            chain = Chain(ROOT, prompt, CHUNK)
-            raw = chain.tokens.astype("uint32").tobytes()
-            real = self._real(raw, described) if self.server.up else 0
-            for pod in self.pods:
-                self.ledgers[pod].validate()
+        places = self._places(described) if self.server.up else set()
+        real_blocks = {prefix for group, prefix, _ in places if group == FULL}
+        for pod in self.pods:
+            self.ledgers[pod].validate()
+            told = self.places.of(pod)
+            believed += len(told - places)
+            unknown += len(places - told)
+            for prompt in self.prompts:
+                raw = Chain(ROOT, prompt, CHUNK).tokens.astype("uint32").tobytes()
+                real = leading(real_blocks, raw)
                 for found in (self.indexers[0].blocks(pod, raw, SIZE), self.dynamo[0].blocks(pod, raw)):
                     believed += max(0, found - real)
                     unknown += max(0, real - found)
         return believed, unknown
 
-    def _real(self, raw: bytes, described: bool) -> int:
-        """Leading blocks of a prompt that some stored chunks hold: of other prompts too, where these begin alike."""
-        held: set[bytes] = set()
+    def _places(self, described: bool) -> set[tuple[int, bytes, int]]:
+        """Group, tokens up to its end, and state of each block of the prompts that a hit can reach."""
+        places = set()
         for prompt in self.prompts:
             chain = Chain(ROOT, prompt, CHUNK)
             mine = chain.tokens.astype("uint32").tobytes()
-            for end in range(1, self.server.hit(chain, described=described) // BLOCK + 1):
-                held.add(mine[: end * SIZE])
-        count = 0
-        while (count + 1) * SIZE <= len(raw) and raw[: (count + 1) * SIZE] in held:
-            count += 1
-        return count
+            digests = [*chain.digests, chain.tail]
+            for at in range(self.server.hit(chain, described=described) // BLOCK):
+                prefix, digest = mine[: (at + 1) * SIZE], digests[at * BLOCK // CHUNK]
+                states = ((group, self.server.state(digest, group)) for group in GROUPS)
+                places |= {(group, prefix, state) for group, state in states if state}
+        return places
 
     def all_described(self) -> None:
         """Every prompt is hit once: what was on disk when all that knew it were gone is known from here on."""

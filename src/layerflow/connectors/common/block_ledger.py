@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
+
 from layerflow.wire.messages import ChunkChange
 
 Hash = Any
@@ -72,7 +74,7 @@ class _Told:
     """A chunk that was told.
 
     :param hashes: of its units. :param before: of the unit before; None = there is none.
-    :param states: by group of the engine.
+    :param states: the chunk's, by group of the engine.
     """
 
     chunk: ChunkChange
@@ -126,7 +128,7 @@ class BlockLedger:
         if not self._is_there(states):
             self._remove(change.digest, events)
         elif change.digest in self._told:
-            self._move(self._told[change.digest], states, events)
+            self._move(self._told[change.digest], change.states, events)
         elif change.parent and change.parent not in self._told:
             self._hold(change)
         else:
@@ -186,6 +188,7 @@ class BlockLedger:
         for digest, told in self._told.items():
             assert not told.chunk.parent or told.chunk.parent in self._told, "a chunk is told without its parent"
             assert digest not in self._held
+            assert told.states == self._states(told.chunk.states), "a chunk is told where it is not"
             for at, group in enumerate(self._groups):
                 if told.states[at]:
                     books = counts.setdefault((group.number, told.states[at]), {})
@@ -225,9 +228,11 @@ class BlockLedger:
                 self._count_up(at, told.states[at], told, events)
             todo += [self._held.pop(child) for child in self._waiting.pop(chunk.digest, ())]
 
-    def _move(self, told: _Told, states: tuple[int, ...], events: list[BlockEvent]) -> None:
-        before, told.states = told.states, states
-        for at, (old, new) in enumerate(zip(before, states, strict=True)):
+    def _move(self, told: _Told, states: bytes, events: list[BlockEvent]) -> None:
+        before, told.states = told.states, self._states(states)
+        # The chunk is told from this again, once it was held. Its hashes are those of the tokens that it was told with.
+        told.chunk = msgspec.structs.replace(told.chunk, states=states)
+        for at, (old, new) in enumerate(zip(before, told.states, strict=True)):
             if old != new:  # first where it is, then where it was: there is no moment without it
                 self._count_up(at, new, told, events)
                 self._count_down([(at, old, told)], events)
