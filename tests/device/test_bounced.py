@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from device.simulated import Event, Machine
 from device.test_streamed import Bench
+from layerflow.device.accelerator import BatchCopied
 from layerflow.device.base import CopyCounts
 from layerflow.ops.bounced import BounceBuffer, cut, within_pieces
 from layerflow.ops.copier import copy_fallback
@@ -95,6 +98,26 @@ def test_a_drained_copier_writes_nothing_later(arena: SharedMemory) -> None:
     arena.array[:] = 7
     assert saved.query()
     assert (arena.array == 7).all(), "the server may have given the slots away by now"
+
+
+def test_a_save_whose_second_part_is_refused_writes_nothing_later(arena: SharedMemory) -> None:
+    machine = Machine()
+    bench = Bench(machine, arena, pinned=False)
+    bench.copier._bounce = BounceBuffer(bench.device, arena, copy_fallback, slot_bytes=1 << 13)
+    calls, copy_batch = 0, machine.copy_batch
+
+    def refuse_second(*call: Any) -> BatchCopied:
+        nonlocal calls
+        calls += 1
+        return BatchCopied(999, 0) if calls == 2 else copy_batch(*call)
+
+    machine.copy_batch = refuse_second  # type: ignore[method-assign]
+    with machine.running():
+        bench.copier.save(bench.extents).synchronize()
+        assert calls == 2 and arena.array.any(), "range by range"
+        arena.array[:] = 7  # its places are another object's
+        bench.copier.drain()
+    assert (arena.array == 7).all()
 
 
 def test_a_load_reads_the_arena_when_it_is_submitted_and_waits_for_the_engine(bench: Bench) -> None:

@@ -236,6 +236,24 @@ def test_a_call_that_fails_leaves_no_list_behind_that_was_never_sent(bench: Benc
     assert bench.stored(extents) == before
 
 
+def test_a_list_that_was_refused_takes_no_other_lists_place(bench: Bench) -> None:
+    machine = bench.machine
+    saved = [bench.extents(seed) for seed in range(INDEX_SLOTS)]
+    kept = []
+    for extents in saved:
+        kept.append(bench.bytes_of(extents))
+        bench.copier.save(extents)
+        machine.run()
+    machine.code = 1
+    bench.copier.save(bench.extents(INDEX_SLOTS))
+    machine.code = 0
+    machine.run()
+    for extents, before in reversed(list(zip(saved, kept, strict=True))):
+        bench.copier.save(extents)
+        machine.run()
+        assert bench.stored(extents) == before
+
+
 @pytest.mark.parametrize("way", ["auto", "staged"])
 def test_a_driver_without_the_call_copies_each_object_once(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, way: str

@@ -6,7 +6,7 @@ import itertools
 import mmap
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,7 +56,11 @@ class Bounced:
         return True
 
     def synchronize(self) -> None:
-        self._passages[-1].event.synchronize()
+        try:
+            self._passages[-1].event.synchronize()
+        except Exception:
+            self._buffer.abandon(self._passages)
+            raise
         self._copy_out()
 
     def _copy_out(self) -> None:
@@ -109,13 +113,23 @@ class BounceBuffer:
 
     def save(self, extents: Extents, enqueue: Enqueue, record: Callable[[], DeviceEvent]) -> Bounced:
         """Device, buffer, and, once the event that is returned is asked, the arena."""
-        passages = []
-        for part in cut(extents, self._slot_bytes):
-            slot, places = self._free_slot(part)
-            enqueue(places + slot, part.engine, part.nbytes, False)
-            passages.append(_Passage(record(), part.arena, places + slot, part.nbytes))
-            self._in_use.append((slot, passages[-1]))
+        passages: list[_Passage] = []
+        try:
+            for part in cut(extents, self._slot_bytes):
+                slot, places = self._free_slot(part)
+                enqueue(places + slot, part.engine, part.nbytes, False)
+                passages.append(_Passage(record(), part.arena, places + slot, part.nbytes))
+                self._in_use.append((slot, passages[-1]))
+        except BaseException:
+            self.abandon(passages)  # nobody asks for their end: the place in the arena is another object's by then
+            raise
         return Bounced(self, passages)
+
+    def abandon(self, passages: Sequence[_Passage]) -> None:
+        """Bytes that have not reached the arena yet go nowhere; their slots are free once the device is done."""
+        with self._lock:
+            for passage in passages:
+                passage.dst = None
 
     def copy_out(self, passage: _Passage) -> None:
         """Copy a save's bytes on to the arena, once; its event is done."""

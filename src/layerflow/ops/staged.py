@@ -210,6 +210,7 @@ class Staging:
         self._host_address = int(self._host.ctypes.data)
         host_views.add(torch.from_numpy(self._host.reshape(-1).view(np.uint8)))
         self._slots: OrderedDict[bytes, int] = OrderedDict()
+        self._free = list(range(INDEX_SLOTS))
         self._uploads: dict[int, DeviceEvent] = {}
         self._buffer: torch.Tensor | None = None
         self._index: torch.Tensor | None = None
@@ -303,9 +304,11 @@ class Staging:
         if key in self._slots:
             self._slots.move_to_end(key)
             return key, self._slots[key], False
-        # A slot is forgotten before it is written: a call that fails leaves nothing behind that looks right.
-        slot = len(self._slots) if len(self._slots) < INDEX_SLOTS else self._slots.popitem(last=False)[1]
-        return key, slot, True
+        # A slot is forgotten before it is written, and taken once it is: a call that fails leaves nothing behind that
+        # looks right, and its slot is free.
+        if not self._free:
+            self._free.append(self._slots.popitem(last=False)[1])
+        return key, self._free[-1], True
 
     def _list(self, slot: int, fill: Fill) -> tuple[int, int, int]:
         """Write the rows where the device reads them: where to, from where, and how many bytes."""
@@ -318,6 +321,7 @@ class Staging:
 
     def _uploaded(self, key: bytes, slot: int) -> None:
         self._uploads[slot] = self._record()
+        self._free.remove(slot)
         self._slots[key] = slot
 
     def _indices(self, fill: Fill, slot: int) -> list[tuple[Rows, torch.Tensor]]:

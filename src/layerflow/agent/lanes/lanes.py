@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import structlog
 
 from layerflow.agent.lanes.load import LoadLane
 from layerflow.agent.lanes.save import SaveLane
-from layerflow.agent.lanes.task import CopyTask, EmulatedLink, trace
+from layerflow.agent.lanes.task import CopyTask, EmulatedLink, Lost, trace
 from layerflow.agent.link import Link
 from layerflow.agent.step.step import Step
 from layerflow.agent.step.transfers import LOAD, SAVE
@@ -30,11 +31,13 @@ class CompletionHandler:
 
     :param poller: of the device; None on the cpu.
     :param ended: told of every batch's end, and why it failed; "" = it has not.
+    :param lost: told where the device may still write what has failed.
     """
 
-    def __init__(self, poller: Poller | None, ended: Callable[[CopyTask, str], None]) -> None:
+    def __init__(self, poller: Poller | None, ended: Callable[[CopyTask, str], None], lost: Lost) -> None:
         self._poller = poller
         self._ended = ended
+        self._lost = lost
         self._ended_at = [0.0, 0.0]
 
     def copied(self, job: CopyTask, failure: str, event: DeviceEvent | None) -> None:
@@ -42,7 +45,8 @@ class CompletionHandler:
         if event is None or self._poller is None:
             self._ended(job, failure)
         else:
-            self._poller.watch(event, self._after_batch, job, failure, on_error=self._device_failed)
+            on_error = functools.partial(self._device_failed, event)
+            self._poller.watch(event, self._after_batch, job, failure, on_error=on_error)
 
     def _after_batch(self, job: CopyTask, failure: str) -> None:
         """The device has copied the batch just now, as far as the poller can see: that is when it moved."""
@@ -55,13 +59,55 @@ class CompletionHandler:
             job.step.landed(job.batch)
         self._ended(job, failure)
 
-    def _device_failed(self, error: BaseException, job: CopyTask, failure: str) -> None:
-        """The device cannot say whether the batch's bytes arrived: they did not."""
+    def _device_failed(self, event: DeviceEvent, error: BaseException, job: CopyTask, failure: str) -> None:
+        """The device cannot say whether the batch's bytes arrived: they did not.
+
+        A save's room is another object's once its failure is told, so the device must be through with it. Nobody need
+        wait for loads: the engine's stream is behind them, and its blocks are taken back by a wait for their events.
+        """
         reason = f"{BROKEN}: {type(error).__name__}: {error}"
         log.error("batch_copy_failed", step=job.batch.step, batch=job.batch.batch, error=reason)
         if job.batch.direction == LOAD:
             job.step.landed(job.batch, reason)
+        else:
+            try:
+                event.synchronize()
+            except Exception as broken:
+                log.exception("copier_broken", step=job.batch.step, batch=job.batch.batch)
+                self._lost(broken)
         self._ended(job, failure or reason)
+
+
+class UncertainSaves:
+    """Saves that are copied while a load that they were computed from may still turn out to have failed. Any thread
+    may call.
+
+    One look of the poller may see the end of a save and not yet that of such a load, which it has asked before.
+
+    :param ended: takes a save batch whose step's loads are known so far.
+    """
+
+    def __init__(self, ended: Callable[[CopyTask], None]) -> None:
+        self._ended = ended
+        self._lock = threading.Lock()
+        self._kept: dict[Step, list[CopyTask]] = {}
+
+    def keep(self, job: CopyTask) -> bool:
+        """Keep this batch, which was copied just now? False = what it was computed from is in place."""
+        with self._lock:
+            uncertain = job.step.may_be_spoilt(job.batch.layer)
+            if uncertain:
+                self._kept.setdefault(job.step, []).append(job)
+            return uncertain
+
+    def landed(self, step: Step) -> None:
+        """A load batch of the step has ended on the device."""
+        if step not in self._kept:
+            return
+        with self._lock:
+            kept = self._kept.pop(step, [])
+        for job in kept:
+            self._ended(job)
 
 
 class DoubtfulReads:
@@ -115,11 +161,16 @@ class Lanes:
         self.links = (EmulatedLink(0, 0), EmulatedLink(0, 0))
         self.poller: Poller | None = None
         self.doubtful = DoubtfulReads(self._end_save)
+        self._uncertain = UncertainSaves(lambda job: self._ended_batch(job, ""))
         with contextlib.ExitStack() as begun:  # each has a thread
             if device.kind != "cpu":
                 self.poller = Poller(device.kind, prepare=device.leave_captures, lost=link.give_up)
                 begun.callback(self.poller.close)
-            ends = CompletionHandler(self.poller, lambda *end: self._ended_batch(*end))  # noqa: PLW0108 - tests replace the method
+            ends = CompletionHandler(
+                self.poller,
+                lambda *end: self._ended_batch(*end),  # noqa: PLW0108 - tests replace the method
+                link.give_up,
+            )
             self.load = LoadLane(ends.copied, self._loaded_some, link.give_up)
             begun.callback(self.load.close)
             self.save = SaveLane(ends.copied, self._saved_some, link.give_up)
@@ -144,8 +195,11 @@ class Lanes:
         if job.batch.direction == LOAD:
             self._loaded(job.step)
             self._tell(job, failure)
-        elif failure or job.step.saves_spoilt or not self.doubtful.keep(job):
+            self._uncertain.landed(job.step)
+        elif failure or job.step.saves_spoilt:
             self._end_save(job, failure or job.step.saves_spoilt)
+        elif not (self._uncertain.keep(job) or self.doubtful.keep(job)):
+            self._end_save(job, "")
 
     def _end_save(self, job: CopyTask, failure: str) -> None:
         job.step.reads.ended(job.batch)

@@ -277,7 +277,8 @@ class StepTransfers:
         self._local = device.kind == "cpu"
         self.after: DeviceEvent | None = None if self._local or not loads else after or device.record()
         self._save_patience: float | None = None
-        self._flying = 0  # load batches that the device was told to copy, and has not copied as far as is known
+        # By layer: load batches that the device was told to copy, and has not copied as far as is known.
+        self._flying: dict[int, int] = {}
         self._withheld: frozenset[int] = frozenset()
         self._until_closed: frozenset[int] = frozenset()
         self._condition = threading.Condition()
@@ -413,7 +414,8 @@ class StepTransfers:
         with self._condition:
             self._in_flight.end(batch, event)
             if batch.direction == LOAD:
-                self._flying += event is not None
+                if event is not None:
+                    self._flying[batch.layer] = self._flying.get(batch.layer, 0) + 1
                 self._arrivals.end(batch, failure, event)
             elif self.saves_overdue:
                 failure = failure or TOO_LATE
@@ -468,7 +470,8 @@ class StepTransfers:
         """The device has copied a load batch, or cannot tell: what that shows to have failed is known from now on.
 
         The engine may have been told already that the layer is ready, and its device may have computed on it: nothing
-        that the step saves is published then. A save's end comes behind those of the loads that it was computed from.
+        that the step saves is published then. The end of a save is held back until those of the loads that it was
+        computed from are known, see :meth:`may_be_spoilt`.
         """
         with self._condition:
             if failure:
@@ -476,9 +479,18 @@ class StepTransfers:
             if self.fail_replaced() or failure:
                 self.saves_spoilt = LATE_FAILURE
                 self.cancel_saves(LATE_FAILURE)
-            self._flying = max(0, self._flying - 1)
+            left = self._flying.pop(batch.layer, 0) - 1
+            if left > 0:
+                self._flying[batch.layer] = left
             if not self._flying or self._arrivals.troubled:
                 self._condition.notify_all()
+
+    def may_be_spoilt(self, layer: int) -> bool:
+        """May a load still turn out to have failed that the layer was computed from, although it was called ready?"""
+        if not self._flying:  # nearly always
+            return False
+        with self._condition:
+            return any(loaded <= layer for loaded in self._flying)
 
     def group_of(self, layer: int) -> int:
         """The layer's group."""
@@ -545,7 +557,7 @@ class StepTransfers:
         """The device was waited for: what its copies show to have failed is known from now on."""
         if self._flying and self.fail_replaced():
             self.saves_spoilt = LATE_FAILURE
-        self._flying = 0
+        self._flying = {}
 
     def _await_saves(self) -> None:
         if not self._in_flight.wait_idle(SAVE, self._save_patience):
