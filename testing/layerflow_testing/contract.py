@@ -18,6 +18,7 @@ from layerflow_testing.objects import (
     BROKEN,
     EXISTS,
     EXPIRED,
+    FAILED,
     FULL,
     MISSING,
     OK,
@@ -139,6 +140,21 @@ class BackendContract(ShapesContract):
         assert outcomes(bench.first.backend.write(places[:1], 0, one.layers, soon())) == [OK]
         assert outcomes(bench.first.backend.commit(places[:1], soon())) == [OK]
         assert load(bench, bench.first, [one], ARENA // 2)[0][0] == OK
+
+    def test_calls_for_a_place_that_was_not_opened_change_nothing(self, bench):
+        """As of a job whose room was given up, and opened by another job of its key."""
+        one, other = bench.thing("one"), bench.thing("one", variant=1)
+        put(bench, [one, other], [0, ARENA // 2])
+        backend, mine, theirs = bench.first.backend, one.at(bench.first, 0), other.at(bench.first, ARENA // 2)
+        assert outcomes(backend.open_write([mine], soon())) == [OK]
+        assert outcomes(backend.write([mine], 0, 1, soon())) == [OK]
+        assert outcomes(backend.write([theirs], 1, 2, soon())) == [FAILED]
+        assert outcomes(backend.commit([theirs], soon())) == [FAILED]
+        backend.revoke([theirs])
+        assert outcomes(backend.write([mine], 1, one.layers, soon())) == [OK]
+        assert outcomes(backend.commit([mine], soon())) == [OK]
+        for client in bench.clients:
+            assert_whole(bench, client, [one])
 
     @pytest.mark.parametrize("ends", [("commit", "commit"), ("commit", "revoke"), ("revoke", "commit")], ids="-".join)
     def test_two_writers_of_one_key(self, bench, ends):

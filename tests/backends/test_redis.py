@@ -36,6 +36,7 @@ from layerflow_testing import (
     Bench,
     Client,
     Thing,
+    assert_whole,
     lay_out,
     outcomes,
     put,
@@ -383,3 +384,20 @@ def test_purging_removes_only_what_is_layerflows(bench: Bench, server: RedisServ
     save(bench, bench.first, [bench.thing(number) for number in range(3)])
     assert bench.first.backend.clear([], time.monotonic() + PATIENCE_S) == 3
     assert eventually(lambda: server.client.keys("*") == [b"somebody-elses"], PATIENCE_S)
+
+
+def test_a_job_whose_room_expired_does_not_touch_that_of_the_next_one(bench: Bench) -> None:
+    """The checksum would vouch for the mixture of their layers."""
+    backend, layers = bench.first.backend, 5
+    places = placed(bench, bench.first, bench.thing("one", variant=1), bench.thing("one"))
+    first, second = places[:1], places[1:]
+    assert outcomes(backend.open_write(first, soon())) == [OK]
+    backend._writing[first[0].key].expires_at = 0.0
+    assert outcomes(backend.open_write(second, soon())) == [OK]
+    assert outcomes(backend.write(first, 0, 1, soon())) == [FAILED]
+    assert outcomes(backend.write(second, 0, 1, soon())) == [OK]
+    assert outcomes(backend.write(first, 1, 2, soon())) == [FAILED]
+    backend.revoke(first)
+    assert outcomes(backend.write(second, 1, layers, soon())) == [OK]
+    assert outcomes(backend.commit(second, soon())) == [OK]
+    assert_whole(bench, bench.first, [bench.thing("one")])

@@ -50,7 +50,7 @@ class Writer(StoreWriter):
             raise Unreachable("it is away")
         for place in places[short:]:
             self.pool.unfinished[place.key] = bytearray(place.nbytes)
-            self._open[place.key] = OpenWrite(self.pool.generation, self.expires_at)
+            self._open[place.key] = OpenWrite(place.offset, self.pool.generation, self.expires_at)
         return [FULL] * min(short, len(places)) + [OK] * len(places[short:])
 
     def _copy(
@@ -254,3 +254,26 @@ def test_who_has_lost_its_room_is_no_writer(arena):
     assert writer.open([one], FOREVER) == [OK]
     assert pool.given_back == [one.key]
     assert writer.open([one], FOREVER)[0].outcome is ObjectStatus.EXISTS
+
+
+def test_a_job_whose_room_ran_out_does_not_touch_that_of_the_next_one(arena):
+    """The checksum would vouch for the mixture of their layers."""
+    pool = Pool()
+    writer, first, second = Writer(pool, arena), place(arena, 1), place(arena, 1, HALF)
+    fill(arena, first)
+    fill(arena, second)
+    arena.view[first.offset + HEADER_BYTES : first.offset + first.nbytes] = bytes(first.nbytes - HEADER_BYTES)
+    writer.expires_at = time.monotonic()
+    assert writer.open([first], FOREVER) == [OK]
+    writer.expires_at = FOREVER
+    assert writer.open([second], FOREVER) == [OK]
+    assert writer.write([first], 0, 1, FOREVER)[0].outcome is ObjectStatus.FAILED
+    assert writer.write([second], 0, 1, FOREVER) == [OK]
+    assert writer.write([first], 1, 2, FOREVER)[0].outcome is ObjectStatus.FAILED
+    assert writer.room(first) is None and writer.room(second) is not None
+    assert writer.commit([first], FOREVER)[0].outcome is ObjectStatus.FAILED
+    writer.revoke([first])
+    assert pool.given_back == [first.key], "once, when its own room had run out"
+    assert writer.write([second], 1, LAYERS, FOREVER) == writer.commit([second], FOREVER) == [OK]
+    there = arena.view[second.offset + HEADER_BYTES : second.offset + second.nbytes]
+    assert pool.published[second.key][HEADER_BYTES:] == bytes(there)

@@ -55,6 +55,7 @@ _TOO_LARGE = ObjectResult(ObjectStatus.TOO_LARGE, "it is larger than a string of
 _FULL = ObjectResult(ObjectStatus.FULL, "Redis is at its maxmemory and evicts nothing")
 _LATE = ObjectResult(ObjectStatus.FAILED, "no time was left for it")
 _NOT_OPEN = ObjectResult(ObjectStatus.FAILED, "it was not opened")
+_OPENED_ANEW = ObjectResult(ObjectStatus.FAILED, "its room expired, and another job has opened it since")
 _OUT_OF_ORDER = ObjectResult(ObjectStatus.FAILED, "its layers came out of order, or not all")
 _LOST = ObjectResult(ObjectStatus.FAILED, "what was written of it has left Redis: it expired or was evicted")
 
@@ -167,10 +168,12 @@ class _OpenObject:
     """What has passed of an object, in order.
 
     :param expires_at: monotonic seconds; an object that is written may have left Redis by then.
+    :param offset: in the arena, of one that is written: tells the job that opened it from others of the same key.
     """
 
     name: str = ""
     expires_at: float = 0.0
+    offset: int = 0
     layers: int = 0
     state: xxh3_64 = field(default_factory=_xxh3)
 
@@ -280,7 +283,8 @@ class Redis(Backend):
 
     def open_write(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
         now = time.monotonic()
-        self.revoke([each for each in places if (done := self._writing.get(each.key)) and done.expires_at <= now])
+        # Whoever opened these can write no more, and has not said so.
+        self._give_up([each.key for each in places if (done := self._writing.get(each.key)) and done.expires_at <= now])
         sizes = self._run(("STRLEN", pool_name(place.key)) for place in places)
         results = [_EXISTS if size else _LATE for size in sizes]
         wanted: dict[bytes, int] = {}
@@ -312,7 +316,7 @@ class Redis(Backend):
             error = _error_of(answers)
             results.append(OK if error is None else self._refusal(error))
             if error is None:
-                self._writing[place.key] = _OpenObject(name, expires_at)
+                self._writing[place.key] = _OpenObject(name, expires_at, place.offset)
         return results
 
     def write(self, places: Sequence[ObjectLocation], lo: int, hi: int, until: float) -> list[ObjectResult]:
@@ -351,7 +355,10 @@ class Redis(Backend):
         return results
 
     def revoke(self, places: Sequence[ObjectLocation]) -> None:
-        ended = [self._writing.pop(place.key) for place in places if place.key in self._writing]
+        self._give_up([place.key for place in places if self._of(place) is not None])
+
+    def _give_up(self, keys: Iterable[bytes]) -> None:
+        ended = [self._writing.pop(key) for key in dict.fromkeys(keys)]
         try:
             self._run(("UNLINK", done.name) for done in ended)
         except Unreachable:
@@ -361,10 +368,15 @@ class Redis(Backend):
         if self._client is not None:
             self._client.close()
 
-    def _may_write(self, place: ObjectLocation, layers: int) -> ObjectResult:
+    def _of(self, place: ObjectLocation) -> _OpenObject | None:
+        """None also for another job of this key: its string is not this one's."""
         done = self._writing.get(place.key)
+        return done if done is not None and done.offset == place.offset else None
+
+    def _may_write(self, place: ObjectLocation, layers: int) -> ObjectResult:
+        done = self._of(place)
         if done is None:
-            return _NOT_OPEN
+            return _OPENED_ANEW if place.key in self._writing else _NOT_OPEN
         return OK if done.layers == layers else _OUT_OF_ORDER
 
     def _put(

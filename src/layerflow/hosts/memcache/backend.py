@@ -291,7 +291,7 @@ class MemcacheWriter(StoreWriter):
         failed: list[ObjectLocation] = []
         for (at, gva), code in zip(owned, self.scratch.blank([gva for _, gva in owned], until), strict=True):
             results[at] = writing(code)
-            self._open[places[at].key] = OpenWrite(generation, began + ROOM_LEASE_S - MARGIN_S, gva)
+            self._open[places[at].key] = OpenWrite(places[at].offset, generation, began + ROOM_LEASE_S - MARGIN_S, gva)
             if code != 0:
                 failed.append(places[at])
         self.revoke(failed)

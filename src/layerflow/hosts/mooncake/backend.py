@@ -179,7 +179,7 @@ class MooncakeWriter(StoreWriter):
         for at, code in zip(free, self._start([places[at] for at in free]), strict=True):
             results[at] = opening(code)
             if code == 0:
-                self._open[places[at].key] = OpenWrite(generation, now + SESSION_S)
+                self._open[places[at].key] = OpenWrite(places[at].offset, generation, now + SESSION_S)
         return results
 
     def _copy(

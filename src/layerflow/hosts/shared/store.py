@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -34,6 +34,7 @@ FULL = ObjectResult(ObjectStatus.FULL, "no room in the store")
 _BEING_WRITTEN = ObjectResult(ObjectStatus.EXISTS, "it is being written")
 _TOO_LARGE = ObjectResult(ObjectStatus.TOO_LARGE, "it is larger than the memory of any client of the store")
 _NOT_OPEN = ObjectResult(ObjectStatus.FAILED, "it is written without having been opened")
+_OPENED_ANEW = ObjectResult(ObjectStatus.FAILED, "the lease of its room ran out, and another job has opened it since")
 _OUT_OF_ORDER = ObjectResult(ObjectStatus.FAILED, "its layers came out of order, or not all")
 _RESTARTED = ObjectResult(
     ObjectStatus.FAILED, "the store's metadata service ended, and with it the room for this object"
@@ -45,6 +46,7 @@ _TOO_SLOW = ObjectResult(ObjectStatus.FAILED, "the lease of its room ran out bef
 class OpenWrite:
     """Memory in a shared store for an object that is not published yet."""
 
+    offset: int  #: where the object lies in the arena: tells the job that opened it from others of the same key
     generation: int  #: of the metadata service that allocated it; see :attr:`Service.generation`
     expires_at: float  #: monotonic seconds; from then on the store may give the memory to others
     address: int = 0  #: of the header in the store; 0 where objects are addressed by name
@@ -79,7 +81,9 @@ class StoreWriter(abc.ABC):
         results = [_BEING_WRITTEN] * len(places)
         now = time.monotonic()
         # Whoever opened these can write no more, and has not said so.
-        self.revoke([place for place in places if place.key in self._open and self._open[place.key].expires_at <= now])
+        self._give_up(
+            [place.key for place in places if place.key in self._open and self._open[place.key].expires_at <= now]
+        )
         pending: dict[bytes, int] = {}
         for at, place in enumerate(places):
             if place.key not in self._open and pending.setdefault(place.key, at) == at:
@@ -109,7 +113,7 @@ class StoreWriter(abc.ABC):
         results = [self.check(place, lo) for place in places]
         results = self._put(places, [(place.start(lo), place.start(hi)) for place in places], results, until)
         for place, result in zip(places, results, strict=True):
-            opened = self._open.get(place.key)
+            opened = self._of(place)
             if result is OK and opened is not None:
                 opened.layers = hi
                 if opened.checksum is not None and self.arena is not None:
@@ -146,8 +150,11 @@ class StoreWriter(abc.ABC):
         return results
 
     def revoke(self, places: Sequence[ObjectLocation]) -> None:
-        """Give the room back, as far as it is known to be this writer's."""
-        ended = {place.key: self._open.pop(place.key) for place in places if place.key in self._open}
+        """Give the room back, as far as it is known to be this writer's, and as it was opened from these places."""
+        self._give_up([place.key for place in places if self._of(place) is not None])
+
+    def _give_up(self, keys: Iterable[bytes]) -> None:
+        ended = {key: self._open.pop(key) for key in dict.fromkeys(keys)}
         try:
             if ended:
                 self._give_back(ended)
@@ -163,19 +170,30 @@ class StoreWriter(abc.ABC):
 
         :param layers: so many must have been written.
         """
-        opened = self._open.get(place.key)
-        return _NOT_OPEN if opened is None else opened.check(self._service.generation, layers)
+        opened = self._of(place)
+        if opened is None:
+            return _OPENED_ANEW if place.key in self._open else _NOT_OPEN
+        return opened.check(self._service.generation, layers)
 
     def room(self, place: ObjectLocation) -> tuple[int, float] | None:
         """Address of an opened object in the store, and until when it may be written; for who copies by other ways."""
-        opened = self._open.get(place.key)
+        opened = self._of(place)
         return None if opened is None else (opened.address, opened.expires_at)
 
     def landed(self, places: Sequence[ObjectLocation]) -> None:
-        """All layers of these opened objects were written, by other ways than :meth:`write`."""
+        """All layers of these opened objects were written, by other ways than :meth:`write`.
+
+        :param places: of their headers, wherever they were opened for; :meth:`commit` is called with the same.
+        """
         for place in places:
-            if place.key in self._open:
-                self._open[place.key].layers, self._open[place.key].checksum = place.layers, None
+            opened = self._open.get(place.key)
+            if opened is not None:
+                opened.offset, opened.layers, opened.checksum = place.offset, place.layers, None
+
+    def _of(self, place: ObjectLocation) -> OpenWrite | None:
+        """None also for another job of this key: its room is not this one's."""
+        opened = self._open.get(place.key)
+        return opened if opened is not None and opened.offset == place.offset else None
 
     def _put(
         self,
