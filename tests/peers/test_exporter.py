@@ -367,6 +367,21 @@ def test_layers_that_are_not_stored_yet_are_not_read(exporting: Exporting) -> No
         assert answer(link)[0] == NOT_YET
 
 
+def test_a_request_waits_once_for_all_that_is_not_stored_yet(
+    exporting: Exporting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Readers give up a link on which nothing comes for two waits, and with it what is stored."""
+    monkeypatch.setattr(exporter, "LEND_S", link_module.STALL_S / 8)
+    late = [(1, HEADER_BYTES + at, 1) for at in range(32)]
+    with exporting.connect() as link:
+        ask(link, (0, HEADER_BYTES, 100), *late)
+        raw = bytearray(HEAD.size)
+        receive(link, [memoryview(raw)], link_module.STALL_S)
+        heads = [HEAD.unpack(raw)] + [HEAD.unpack(heard(link, HEAD.size)) for _ in late]
+        assert heads == [(0, READ, 100)] + [(1, NOT_YET, 0)] * len(late)
+        assert heard(link, 100) == exporting.payload[:100]
+
+
 def test_garbage_costs_a_real_exporter_nothing(pair: Callable[..., Pair]) -> None:
     two = pair()
     host, _, port = two.lends["endpoints"][0].removeprefix("tcp://").rpartition(":")

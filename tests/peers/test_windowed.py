@@ -150,6 +150,19 @@ def test_layers_larger_than_a_turn_come_whole_and_nothing_else_does(both: Both) 
     link.close()
 
 
+def test_a_library_that_does_not_reach_the_other_end_has_left_before_its_window_goes(
+    both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(self: Local, described: bytes, host: str) -> None:
+        raise LinkFailed("no way there")
+
+    registered = set(Local.windows)
+    monkeypatch.setattr(Local, "connect", unreachable)
+    with pytest.raises(LinkFailed, match="no way there"):
+        both.connect()
+    assert set(Local.windows) == registered
+
+
 def test_what_is_withdrawn_does_not_count(both: Both) -> None:
     link = both.connect()
     both.grants.withdraw(7)

@@ -23,7 +23,7 @@ from layerflow.errors import LayerflowError, ProtocolError
 from layerflow.expiring import ExpiringSet
 from layerflow.hosts.arguments import connect
 from layerflow.hosts.backend import Unusable
-from layerflow.hosts.peer.grants import Grants, ReadGrant
+from layerflow.hosts.peer.grants import LEND_S, Grants, ReadGrant
 from layerflow.hosts.peer.link import Lender, LentLink, LinkClosed, LinkFailed, LinkStalled, greet, receive, send
 from layerflow.links import links
 from layerflow.system.descriptors import prepare_descriptors
@@ -246,8 +246,9 @@ class Links:
         table = bytearray(count * ITEM.size)
         receive(connection, [memoryview(table)], REQUEST_S)
         items = [(position, start, length) for position, _, start, length in ITEM.iter_unpack(table)]
-        with self._grants.read(token, connection) as grant:
-            states = [self._state(grant, *item) for item in items]
+        until = time.monotonic() + LEND_S  # all of them wait until then, not each so long
+        with self._grants.read(token, connection, until) as grant:
+            states = [self._state(grant, *item, until=until) for item in items]
             heads = [
                 HEAD.pack(position, status, length if status == READ else 0)
                 for (position, _, length), status in zip(items, states, strict=True)
@@ -261,13 +262,13 @@ class Links:
             self._read_bytes += given
             self._read_objects += len(mine)
 
-    def _state(self, grant: ReadGrant | None, position: int, start: int, length: int) -> int:
-        """Whether it may be read; a status."""
+    def _state(self, grant: ReadGrant | None, position: int, start: int, length: int, *, until: float) -> int:
+        """Whether it may be read; a status. What is not stored yet is waited for until then."""
         if grant is None:
             return GONE
         status = grant.check(self._arena.read, position, start, length)
         if status == NOT_YET:
-            self._grants.wait(grant, position, start + length)
+            self._grants.wait(grant, position, start + length, until)
             status = grant.check(self._arena.read, position, start, length)
         return status
 

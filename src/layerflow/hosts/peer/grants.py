@@ -8,6 +8,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -61,7 +62,8 @@ class RangeSeal:
 
 
 LEND_S = 1.0
-"""A reader may be quicker than its owner's word to the exporter: so long a token that is not known is waited for."""
+"""A reader may be quicker than its owner's word to the exporter: so long a request waits for that, whatever it asks.
+The reader gives a link up on which nothing comes for twice as long (``STALL_S``)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -164,10 +166,15 @@ class Grants:
                     grant.stored[position] = max(grant.stored[position], stored)
                 self._changed.notify_all()
 
-    def wait(self, grant: ReadGrant, position: int, end: int) -> None:
-        """A reader may have heard of a layer before its owner's word came here: wait for that, for a while."""
+    def wait(self, grant: ReadGrant, position: int, end: int, until: float) -> None:
+        """A reader may have heard of a layer before its owner's word came here: wait for that.
+
+        :param until: on the monotonic clock.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: grant.withdrawn or grant.stored[position] >= end, LEND_S)
+            self._changed.wait_for(
+                lambda: grant.withdrawn or grant.stored[position] >= end, max(0.0, until - time.monotonic())
+            )
 
     def withdraw(self, lease: int) -> None:
         """Nothing of it is read any more: what reads it now is hung up on."""
@@ -185,10 +192,10 @@ class Grants:
         self._withdrawn(lease)
 
     @contextlib.contextmanager
-    def read(self, token: bytes, connection: socket.socket) -> Iterator[ReadGrant | None]:
-        """Around the reads of one request; None = there is no such lease."""
+    def read(self, token: bytes, connection: socket.socket, until: float) -> Iterator[ReadGrant | None]:
+        """Around the reads of one request; None = there is no such lease, nor was one lent until then."""
         with self._changed:
-            self._changed.wait_for(lambda: token in self._by_token, LEND_S)
+            self._changed.wait_for(lambda: token in self._by_token, max(0.0, until - time.monotonic()))
             grant = self._by_token.get(token)
             if grant is not None:
                 grant.reading.append(connection)

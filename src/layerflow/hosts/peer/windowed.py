@@ -269,7 +269,11 @@ class WindowedLink(PeerLink):
             self._window = Window(self._turns * self._turn_bytes)
             self._copied = memoryview(bytearray(self._turn_bytes))
             self._plane = plane(self._window, self._socket.getsockname()[0])
-            self._plane.connect(bytes(described), self._socket.getpeername()[0])
+            try:
+                self._plane.connect(bytes(described), self._socket.getpeername()[0])
+            except BaseException:
+                self._plane.close()  # before its window goes, which is registered
+                raise
         except (LinkClosed, LinkStalled, ProtocolError, OSError) as error:
             self._socket.close()
             raise LinkFailed(str(error)) from None
