@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import os
 import resource
 import typing
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from layerflow.recording.format import (
     SEGMENT_BYTES,
     Dropped,
     LookupsMissed,
+    SessionSeen,
     SettingsInForce,
     Told,
     Wanted,
@@ -169,9 +171,7 @@ def test_what_is_larger_than_a_segment_is_counted_as_dropped(tmp_path: Path) -> 
     writer.add([(4, 100.0, 100.1, 1, 1, 10, chunks, 0, 0, 0, 0, False)], 100.0)
     writer.flush()
     writer.close()
-    assert [record for record in Recording(tmp_path / "x").records() if isinstance(record, Dropped)] == [
-        Dropped(100.0, 1)
-    ]
+    assert list(Recording(tmp_path / "x").records()) == [STANDING, Dropped(100.0, 1)]
 
 
 class TestRefused:
@@ -228,6 +228,60 @@ def test_an_earlier_recording_is_kept_and_another_file_is_not_touched(made: Path
     with pytest.raises(ConfigError, match="no recording"):
         writer_of(made)
     assert made.read_text() == "a letter"
+
+
+def test_what_stands_where_an_earlier_recording_would_go_is_not_touched(made: Path) -> None:
+    before, kept = made.read_bytes(), made.with_name("made.lfr.1")
+    kept.write_text("precious")
+    with pytest.raises(ConfigError, match=r"made\.lfr\.1: there is a file that is no recording"):
+        writer_of(made)
+    assert kept.read_text() == "precious" and made.read_bytes() == before
+    made.write_bytes(b"")
+    writer_of(made).close()
+    assert kept.read_text() == "precious" and Recording(made).nbytes, "an empty file is not kept"
+
+
+def test_what_is_no_plain_file_is_neither_opened_nor_moved(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    there = sorted(tmp_path.iterdir())
+    for path in there:
+        with pytest.raises(ConfigError, match="no plain file"):
+            writer_of(path)
+    assert sorted(tmp_path.iterdir()) == there
+
+
+def names(count: int) -> list[SessionSeen]:
+    return [SessionSeen(0.0, n, n, f"{n * 2_654_435_761 % 2**32:x}" * 9, 1, True) for n in range(count)]
+
+
+def test_what_segments_begin_with_takes_at_most_half_of_them(tmp_path: Path) -> None:
+    path, standing = tmp_path / "x", names(100)
+    writer = RecordingWriter(path, LEAST_BYTES, now=0.0, unix=1e9, standing=lambda at: standing)
+    with pytest.raises(OSError, match="give it at least") as error:
+        for number in range(200_000):
+            if number == 50_000:
+                standing += names(8000)
+            writer.add([LookupsMissed(1.0, number, 1, number * 7919 % 65_536)], 1.0)
+    writer.close()
+    assert path.stat().st_size <= LEAST_BYTES
+    assert sum(isinstance(record, LookupsMissed) for record in Recording(path).records()) > 10_000, "it reads"
+    least = int(error.value.strerror.split()[-2].replace(",", ""))
+    larger = RecordingWriter(tmp_path / "y", least, now=0.0, unix=1e9, standing=lambda at: standing)
+    larger.add(standing, 0.0)
+    larger.flush()
+    larger.close()
+
+
+def test_models_and_sessions_of_a_block_that_is_dropped_are_told(tmp_path: Path) -> None:
+    standing = names(3)
+    writer = RecordingWriter(tmp_path / "x", LEAST_BYTES, now=0.0, unix=1e9, standing=lambda at: standing)
+    chunks = tuple(number * 2_654_435_761 % 2**32 for number in range(60_000))
+    writer.add([*standing, (4, 100.0, 100.1, 1, 1, 10, chunks, 0, 0, 0, 0, False)], 100.0)
+    writer.flush()
+    writer.close()
+    assert list(Recording(tmp_path / "x").records()) == [*standing, Dropped(100.0, 4)]
 
 
 def test_a_full_disk_leaves_a_file_that_can_be_read(tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import os
+import stat
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -45,13 +46,14 @@ Encoded = Any
 class RecordingWriter:
     """One file; for one thread.
 
-    An earlier recording at `path` is kept beside it, as ``PATH.1``; an older one there is replaced.
+    An earlier recording at `path` is kept beside it, as ``PATH.1``; an older one there is replaced. Nothing but
+    recordings and empty files is moved or replaced.
 
     :param max_bytes: size of the file; when it is full its oldest eighth is overwritten.
     :param now: monotonic seconds. :param unix: the same moment as seconds since 1970.
     :param standing: what each segment but the first begins with, so that it can be read without those before: models,
-        sessions, settings and limits. It is told the time.
-    :raises ConfigError: the file cannot be made, or something else is at `path`.
+        sessions, settings and limits. It is told the time, and may take half of a segment.
+    :raises ConfigError: the file cannot be made, or something else is at `path` or at ``PATH.1``.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class RecordingWriter:
     def flush(self) -> None:
         """Write what was added.
 
-        :raises OSError: as of :meth:`add`.
+        :raises OSError: as of :meth:`add`; also where the file is too small for what its segments begin with.
         """
         if not self._count:
             return
@@ -115,10 +117,15 @@ class RecordingWriter:
         self._count = 0
         block = _block(body, count)
         if len(block) > self._room:
+            begins = self._standing_block()
+            if len(block) > self._segment_bytes - SEGMENT_BYTES - len(begins):
+                self.records -= count
+                block = _block(encoder.encode(Dropped(self._last, count)), 1)
+            elif not self._number:
+                begins = b""  # the first segment has it among its records
             self._next_segment()
-        if len(block) > self._room:  # larger than a segment
-            self.records -= count
-            block = _block(encoder.encode(Dropped(self._last, count)), 1)
+            if begins:
+                self._append(begins, self._first)
         self._append(block, self._last)
 
     def close(self) -> None:
@@ -134,10 +141,19 @@ class RecordingWriter:
         self._began = self._first
         self._publish(self._first)
         self._write(NEWEST.pack(self._number), HEADER_BYTES - NEWEST.size)
-        # The first one has it among its records.
-        standing = self._standing(self._first) if self._number > 1 else ()
-        if standing:
-            self._append(_block(_elements(encoder.encode(standing)), len(standing)), self._first)
+
+    def _standing_block(self) -> bytes:
+        """What a segment begins with; empty where nothing stands yet."""
+        standing = self._standing(self._first)
+        block = _block(_elements(encoder.encode(standing)), len(standing)) if standing else b""
+        if len(block) > (self._segment_bytes - SEGMENT_BYTES) // 2:
+            least = HEADER_BYTES + SEGMENTS * (2 * len(block) + SEGMENT_BYTES)
+            raise OSError(
+                errno.ENOSPC,
+                f"the file is too small: its models, sessions and settings alone take {len(block):,} bytes of each "
+                f"eighth; give it at least {least:,} bytes",
+            )
+        return block
 
     def _append(self, block: bytes, last: float) -> None:
         self._write(block, self._start + SEGMENT_BYTES + self._used)
@@ -175,13 +191,34 @@ def _elements(array: bytes) -> bytes:
 
 
 def _create(path: Path) -> int:
+    kept = path.with_name(path.name + ".1")
     try:
-        with contextlib.suppress(FileNotFoundError):
-            with path.open("rb") as there:
-                begins = there.read(len(MAGIC))
-            if begins and begins != MAGIC:
-                raise ConfigError(f"{path}: there is a file that is no recording; give another name")
-            path.replace(path.with_name(path.name + ".1"))
+        if _holds_recording(path):
+            _holds_recording(kept)
+            path.replace(kept)
+        else:
+            path.unlink(missing_ok=True)
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigError(f"{path}: cannot record here: {error.strerror}") from None
+
+
+def _holds_recording(path: Path) -> bool:
+    """Say whether a recording is there; False = an empty file, or none.
+
+    :raises ConfigError: something else is there.
+    """
+    try:
+        there = path.lstat()
+    except FileNotFoundError:
+        return False
+    if not stat.S_ISREG(there.st_mode):  # opening a FIFO would wait for its other end
+        raise ConfigError(f"{path}: there is something that is no plain file; give another name")
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        begins = os.read(fd, len(MAGIC))
+    finally:
+        os.close(fd)
+    if begins and begins != MAGIC:
+        raise ConfigError(f"{path}: there is a file that is no recording; give another name")
+    return bool(begins)
