@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 import zmq
 from comparison import prompt, settled
 from engines import Engine, connector
+from vllm.distributed.kv_events import EventPublisherFactory
+from vllm.v1.core import kv_cache_utils
 
 from layerflow.agent import Control
+from layerflow.connectors.common.block_ledger import BlockGroup, BlockLedger
+from layerflow.connectors.vllm.scheduler.events import VllmRouter, hash_units
+from layerflow.wire.messages import ChunkChange
 from layerflow_cli.bench.harness import ServerProcess
 
 CHUNK, BLOCK = 64, 32
@@ -154,3 +162,42 @@ def test_forgetting_the_pool_is_told(serve: Serve, vllm: Start, tmp_path: Path) 
     channel.wait({})
     assert serve_whole(engine, server, asked) == 0
     channel.wait(blocks_of(asked))
+
+
+class Batches(list[Any]):
+    """A publisher."""
+
+    publish = list.append
+
+
+UNREADABLE = {
+    "no msgpack": b"\xc1",
+    "no keys": msgspec.msgpack.encode(7),
+    "of fewer units": msgspec.msgpack.encode((None, [[["mm", "a", 0]]])),
+    "of more units": msgspec.msgpack.encode((None, [None, None, [["mm", "a", 0]]])),
+    "not in lists": msgspec.msgpack.encode((None, [5, 5])),
+    "an adapter without a name": msgspec.msgpack.encode((3, [[["lora", "a"]]] * 2)),
+    "maps": msgspec.msgpack.encode((None, [[["mm", {"a": 1}]], None])),
+    "nested deep": b"\x92\xc0\x92" + b"\x91" * 5000 + b"\xc0\xc0",
+}
+
+
+@pytest.mark.parametrize("extra", UNREADABLE.values(), ids=UNREADABLE.keys())
+def test_what_another_engine_says_is_published_or_not_told(extra: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Batches()
+    monkeypatch.setitem(EventPublisherFactory._registry, "one", lambda: made)
+    monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"none", raising=False)
+    router = VllmRouter("one", [("full_attention", None)])
+    EventPublisherFactory._registry["one"]()
+
+    def hash_block(value: Any) -> bytes:
+        return hashlib.sha256(repr(value).encode()).digest()
+
+    ledger = BlockLedger([BlockGroup(0, BLOCK, (0,), True)], BLOCK, functools.partial(hash_units, hash_block, BLOCK))
+    tokens = bytes(4 * 2 * BLOCK)
+    assert ledger.apply(ChunkChange(b"bad", b"\x01", b"", tokens, extra)) == []
+    assert ledger.unread == 1
+    keys = [(("lora", "adapter"), ("mm", "image", 3)), (("lora", "adapter"),)]
+    router.publish(ledger.apply(ChunkChange(b"good", b"\x01", b"", tokens, msgspec.msgpack.encode(("adapter", keys)))))
+    (event,) = made[0].events
+    assert len(event.block_hashes) == 2 and event.lora_name == "adapter"

@@ -10,7 +10,6 @@ router has missed, because it was away or because its copy was cleared, it is to
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import OrderedDict, deque
@@ -63,7 +62,7 @@ class Router(Protocol):
     """Where events go, and what is known of who hears them. Called on the announcer's thread."""
 
     def publish(self, events: Sequence[BlockEvent]) -> None:
-        """Send events; may wait."""
+        """Send events; may wait. Where it raises it has sent none of them, and is given them again."""
 
     def missed(self) -> bool:
         """Since the last call: has somebody connected, or forgotten everything?"""
@@ -98,6 +97,7 @@ class Announcer:
         self._lost_chunks: list[ChunkDescription] = []
         self._stale: set[bytes] = set()
         self._again: Iterator[list[BlockEvent]] | None = None
+        self._unsent: list[BlockEvent] = []  #: the ledger is ahead of routers by these, in this order
         self._epoch = self._after = self._begun = 0
         self._retry_at = 0.0
         self._is_silent = False  #: the server is of a version that cannot tell
@@ -134,11 +134,12 @@ class Announcer:
         if self._next is not None:
             self._forget_all()
             (self._connect, self._ledger), self._next = self._next, None
+        self._hand_on()
         if self._router.missed():
             log.info("router_told_again", chunks=len(self._ledger))
             self._again = self._ledger.again()
         # Before what is new, which may follow what such a router has still to hear of.
-        if self._again is not None and self._publish(self._again, time.monotonic() + self._heartbeat_s):
+        if self._again is not None and self._tell_again(self._again, time.monotonic() + self._heartbeat_s):
             self._again = None
         if time.monotonic() < self._retry_at:
             self._waiting.clear()
@@ -153,6 +154,7 @@ class Announcer:
             self._server_is_older(error)
         except LayerflowError as error:
             self._server_lost(error)
+        self._hand_on()
 
     def _put(self, describe: Describe, hit: bool) -> None:
         if len(self._waiting) >= MOST_WAITING:
@@ -211,13 +213,17 @@ class Announcer:
             read = control.read_chunks(self._epoch, self._after, self._begun, ANSWER_S)
             if read.epoch != self._epoch or not self._after or not read.upto:
                 self._start_over(read.epoch)
-            self._after, self._begun, self._is_silent = read.upto, read.begun, False
-            pieces = [self._told(change) for change in read.chunks]
+            for change in read.chunks:
+                self._unsent += self._told(change)
             if not read.more:
-                pieces += [self._ledger.gone(digest) for digest in self._stale]
+                for digest in self._stale:
+                    self._unsent += self._ledger.gone(digest)
                 self._stale = set()
-            self._hand_on([event for piece in pieces for event in piece])
-            if self._rest(time.monotonic() - began) or not read.more:
+            # Last: what raises before is read again.
+            self._after, self._begun, self._is_silent = read.upto, read.begun, False
+            worked_s = time.monotonic() - began
+            self._hand_on()
+            if self._rest(worked_s) or not read.more:
                 return
 
     def _told(self, change: ChunkChange) -> list[BlockEvent]:
@@ -231,7 +237,7 @@ class Announcer:
         if epoch != self._epoch:
             self._described.clear()
             self._keep_descriptions()
-        self._epoch = epoch
+        self._epoch, self._after, self._begun = epoch, 0, 0
         self._stale = self._ledger.known()
 
     def _server_lost(self, error: LayerflowError) -> None:
@@ -266,7 +272,8 @@ class Announcer:
         self._lost_chunks = []
         self._stale = set()
         self._again = None
-        self._publish(self._ledger.clear())
+        for piece in self._ledger.clear():
+            self._unsent += piece
         self._hang_up()
 
     def _hang_up(self) -> None:
@@ -276,24 +283,27 @@ class Announcer:
 
     # To routers ------------------------------------------------------------------------------------
 
-    def _publish(self, pieces: Iterator[list[BlockEvent]], until: float = math.inf) -> bool:
-        """Publish these; False where `until` (monotonic seconds) has come before their end."""
-        events: list[BlockEvent] = []
+    def _tell_again(self, pieces: Iterator[list[BlockEvent]], until: float) -> bool:
+        """Hand these on; False where `until` (monotonic seconds) has come before their end."""
         began = time.monotonic()
         for piece in pieces:
-            events += piece
-            if len(events) >= PIECE_EVENTS:
-                self._hand_on(events)
-                events = []
-                self._rest(time.monotonic() - began)
+            self._unsent += piece
+            if len(self._unsent) >= PIECE_EVENTS:
+                worked_s = time.monotonic() - began
+                self._hand_on()
+                self._rest(worked_s)
                 if (began := time.monotonic()) >= until:
                     return False
-        self._hand_on(events)
+        self._hand_on()
         return True
 
-    def _hand_on(self, events: Sequence[BlockEvent]) -> None:
-        for at in range(0, len(events), PIECE_EVENTS):
-            self._router.publish(events[at : at + PIECE_EVENTS])
+    def _hand_on(self) -> None:
+        """Tell the router what it has still to hear. What it raises on stays, and is told first of all."""
+        while self._unsent:
+            began = time.monotonic()
+            self._router.publish(self._unsent[:PIECE_EVENTS])
+            del self._unsent[:PIECE_EVENTS]
+            self._rest(time.monotonic() - began)
 
     def _rest(self, worked_s: float) -> bool:
         """Leave the interpreter to the engine for a while; True = the announcer is closing."""

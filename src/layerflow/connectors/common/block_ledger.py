@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
+import structlog
 
 from layerflow.wire.messages import ChunkChange
 
@@ -22,6 +23,8 @@ Hash = Any
 TOKEN_BYTES = 4
 MOST_REMOVED = 1024
 """Blocks of one event."""
+
+log = structlog.get_logger("layerflow.events")
 
 
 class BlockGroup(NamedTuple):
@@ -88,7 +91,10 @@ class BlockLedger:
 
     :param groups: of the engine.
     :param unit: tokens that one of the engine's hashes covers; divides the groups' blocks and the chunks.
-    :param hash_units: of a chunk's whole units, in order; given the hash before them.
+    :param hash_units: of a chunk's whole units, in order; given the hash before them. Another engine has described the
+        chunk: where that cannot be read this raises, and the chunk is not told, nor is what follows it.
+
+    :ivar unread: chunks that could not be read.
     """
 
     def __init__(
@@ -103,6 +109,7 @@ class BlockLedger:
         self._held: dict[bytes, ChunkChange] = {}  #: chunks that are there, and cannot be hit: one before them is not
         self._waiting: dict[bytes, dict[bytes, None]] = {}  #: of these, by parent
         self._counts: dict[tuple[int, int], dict[Hash, int]] = {}  #: by group and state: chunks that tell each block
+        self.unread = 0
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._told
@@ -220,13 +227,31 @@ class BlockLedger:
             chunk = todo.pop()
             parent = self._told.get(chunk.parent)
             before = parent.hashes[-1] if parent is not None and parent.hashes else None
-            told = _Told(chunk, self._hash_units(before, chunk), before, self._states(chunk.states))
+            hashes = self._hashes(before, chunk)
+            if hashes is None:
+                continue
+            told = _Told(chunk, hashes, before, self._states(chunk.states))
             self._told[chunk.digest] = told
             if chunk.parent:
                 self._children.setdefault(chunk.parent, {})[chunk.digest] = None
             for at in range(len(self._groups)):
                 self._count_up(at, told.states[at], told, events)
             todo += [self._held.pop(child) for child in self._waiting.pop(chunk.digest, ())]
+
+    def _hashes(self, before: Hash | None, chunk: ChunkChange) -> list[Hash] | None:
+        """Of a chunk's units; None where its description cannot be read."""
+        try:
+            return self._hash_units(before, chunk)
+        except Exception as error:  # noqa: BLE001 - another engine's bytes: what they lead to costs this chunk alone
+            if not self.unread:
+                log.warning(
+                    "chunk_not_read",
+                    chunk=chunk.digest.hex(),
+                    reason=f"{type(error).__name__}: {error}",
+                    effect="not told, nor what follows it; others like it are not logged",
+                )
+            self.unread += 1
+            return None
 
     def _move(self, told: _Told, states: bytes, events: list[BlockEvent]) -> None:
         before, told.states = told.states, self._states(states)

@@ -6,6 +6,7 @@ fill the pool and to evict from it: so the events of the pool are handed to vLLM
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -154,6 +155,9 @@ class VllmRouter:
 _Keys = list[tuple[Any, ...] | None]
 """By unit of a chunk, vLLM's extra keys."""
 
+_EXTRA = msgspec.msgpack.Decoder(tuple[str | None, list[list[Any] | None]])
+"""The name of a LoRA adapter, and the keys."""
+
 
 def _packed(request: Any, start: int, stop: int, unit: int) -> bytes:
     """What of a request besides tokens decides the hashes of these tokens' units; empty = nothing."""
@@ -171,7 +175,7 @@ def _packed(request: Any, start: int, stop: int, unit: int) -> bytes:
 def _unpacked(extra: bytes) -> tuple[str | None, _Keys]:
     if not extra:
         return None, []
-    name, keys = msgspec.msgpack.decode(extra)
+    name, keys = _EXTRA.decode(extra)
     return name, [_as_tuples(each) for each in keys]
 
 
@@ -183,6 +187,27 @@ def _as_tuples(value: Any) -> Any:
 def _merged(keys: Sequence[tuple[Any, ...] | None]) -> tuple[Any, ...] | None:
     """Of a block of several units: each key once."""
     return tuple(dict.fromkeys(key for each in keys for key in each or ())) or None
+
+
+def hash_units(hash_block: Callable[[Any], bytes], unit: int, before: Hash | None, chunk: ChunkChange) -> list[Hash]:
+    """vLLM's hashes of a chunk's whole units, of so many tokens each.
+
+    :raises Exception: the chunk cannot be read. What this returns for can be published, too.
+    """
+    tokens = np.frombuffer(chunk.tokens, np.uint32).tolist()
+    firsts = range(0, len(tokens) - unit + 1, unit)
+    _, keys = _unpacked(chunk.extra)
+    if keys:
+        if len(keys) != len(firsts):
+            raise ValueError(f"extra keys of {len(keys)} units, where there are {len(firsts)} of {unit} tokens")
+        _published([_merged(keys)])
+    hashes = []
+    for at, first in enumerate(firsts):
+        before = kv_cache_utils.hash_block_tokens(
+            hash_block, before, tokens[first : first + unit], keys[at] if keys else None
+        )
+        hashes.append(before)
+    return hashes
 
 
 def describe_chain(request: Any, chain: Chain, tokens: int, unit: int) -> Iterator[ChunkDescription]:
@@ -276,15 +301,6 @@ class PoolEvents:
             if sources:
                 whole = any(not (own.groups[at].rules.windowed or own.groups[at].rules.exact) for at in sources)
                 groups.append(BlockGroup(number, size, sources, whole))
-        return lambda: connect(spec), BlockLedger(groups, self._unit, self._hashes)
-
-    def _hashes(self, before: Hash | None, chunk: ChunkChange) -> list[Hash]:
-        tokens, unit = np.frombuffer(chunk.tokens, np.uint32).tolist(), self._unit
-        _, keys = _unpacked(chunk.extra)
-        hashes = []
-        for at, first in enumerate(range(0, len(tokens) - unit + 1, unit)):
-            before = kv_cache_utils.hash_block_tokens(
-                self._hash, before, tokens[first : first + unit], keys[at] if keys else None
-            )
-            hashes.append(before)
-        return hashes
+        return lambda: connect(spec), BlockLedger(
+            groups, self._unit, functools.partial(hash_units, self._hash, self._unit)
+        )
