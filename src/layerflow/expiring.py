@@ -57,14 +57,19 @@ class ExpiringSet(Generic[Key]):
             return frozenset()
         return {key for key in keys if self._until.get(key, now) > now}
 
-    def expire(self, now: float) -> None:
+    def expire(self, now: float, most: float = math.inf) -> list[Key]:
         """Forget keys whose time is over, oldest first, as far as the first one whose time is not.
 
         These are all of them where every key is remembered equally long. The others are not looked at: of thousands of
         keys few end at a time.
+
+        :param most: keys that are forgotten at a time.
+        :returns: the keys that were forgotten.
         """
-        while self._until and next(iter(self._until.values())) <= now:
-            self._until.popitem(last=False)
+        gone: list[Key] = []
+        while self._until and len(gone) < most and next(iter(self._until.values())) <= now:
+            gone.append(self._until.popitem(last=False)[0])
+        return gone
 
 
 _STALE = 256

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from layerflow.config.settings import PoolSettings
-from layerflow.hosts.backend import IndexEntry
+from layerflow.expiring import ExpiringSet
+from layerflow.hosts.backend import IndexEntry, ObjectStatus
 from layerflow.server.incoming import IncomingObjects
-from layerflow.server.tier.tier import CLEARED_PER_SLICE, FREED_PER_SLICE, Tier
+from layerflow.server.tier import tier as tier_module
+from layerflow.server.tier.tier import CLEARED_PER_SLICE, FREED_PER_SLICE, HIDE_S, Tier
 from layerflow.wire.host_messages import Clear, Down, Evicted, Indexed, ToServer, Up
 from layerflow.wire.packing import pack_u32
 
@@ -116,3 +118,30 @@ async def test_what_a_purge_removes_is_packed_in_slices(tier: Tier, monkeypatch:
     assert "its host process is not running" in (await clearing).reason
     assert [message.keys for message in sent] == [b"".join(keys)]
     assert turns >= 4
+
+
+async def test_whoever_hears_of_the_index_hears_of_what_is_hidden_too(
+    tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else tells routers that what could not be read is offered again."""
+    listed: dict[bytes, bool] = {}
+    tier._changed = lambda key: listed.update({key: tier.lists(key)})
+    now = 100.0
+    monkeypatch.setattr(tier_module.time, "monotonic", lambda: now)
+    tier.host_said(Up({}, True, 7))
+    tier.host_said(told(*KEYS[:3]))
+    listed.clear()
+    tier.hide([KEYS[0]])
+    tier._read_failed(KEYS[1], ObjectStatus.FAILED, "the disk was slow")
+    assert listed == {KEYS[0]: False, KEYS[1]: False}
+    tier._write_failed(KEYS[1], ObjectStatus.EXISTS, "it is there")
+    assert listed == {KEYS[0]: False, KEYS[1]: True}
+    now += HIDE_S - 1
+    tier.expire(now)
+    assert listed[KEYS[0]] is False
+    now += 1
+    tier.expire(now)
+    assert listed[KEYS[0]] is True and tier.statistics().shunned_objects == 0
+    monkeypatch.setattr(tier, "_hidden", ExpiringSet(2))
+    tier.hide(KEYS[:3])
+    assert listed == {KEYS[0]: True, KEYS[1]: False, KEYS[2]: False}, "of more than fit the first is offered again"

@@ -63,7 +63,8 @@ def test_expiry_stops_at_the_first_key_whose_time_is_not_over() -> None:
     keys.add("a", 1.0)
     keys.add("b", 9.0)
     keys.add("c", 1.0)
-    keys.expire(2.0)
+    assert keys.expire(2.0, 0) == []
+    assert keys.expire(2.0) == ["a"]
     assert "a" not in keys and "c" in keys and not keys.holds("c", 2.0)
 
 

@@ -130,6 +130,8 @@ async def housekeep(
             server.pool.expire(expired)
             server.handoffs.expire(expired)
             server.driver.follows.expire(now)
+            if server.sources is not None:
+                server.sources.expire(now)
             server.trials.check(now)
             server.sessions.accounts.return_memory()
             _record(server, now, lag)

@@ -72,6 +72,11 @@ class ObjectSources:
         """Reading these has failed: they are not offered for a while. How many there are."""
         return self.tier.hide(keys) if self.tier is not None else 0
 
+    def expire(self, now: float) -> None:
+        """Offer again what was hidden for long enough. `now`: monotonic seconds."""
+        if self.tier is not None:
+            self.tier.expire(now)
+
     @property
     def chunks(self) -> ChunkIndex:
         """Chunks that the tier has, as far as it is known; of what peers have, nothing is."""

@@ -131,6 +131,8 @@ MAX_HIDDEN_KEYS = 65_536
 """Objects that are not offered at a time; of more, those whose read failed first are offered again."""
 HIDE_S = 30.0
 """How long an object whose read failed is not offered: long enough for an engine to recompute and store it anew."""
+OFFERED_AGAIN_AT_ONCE = 1024
+"""Hidden objects whose time is over of which the rest of the server hears in one round of its housekeeping."""
 ASK_S = 5.0
 """How long the backend may take to say which partitions are noted: nobody waits for it."""
 
@@ -141,7 +143,7 @@ class Tier:
     :param name: the backend's.
     :param options: the backend's section of the configuration.
     :param emit: gives events to the core.
-    :param changed: hears the key of what its index gains or loses.
+    :param changed: hears the key of what it lists or lists no more, as of :meth:`lists`.
     :param turned: called when all that it has may come or go at once.
     """
 
@@ -231,10 +233,20 @@ class Tier:
 
     def hide(self, keys: Sequence[bytes]) -> int:
         """Do not offer these for a while: reading them has failed. Return how many they are."""
-        until = time.monotonic() + HIDE_S
         for key in keys:
-            self._hidden.add(key, until)
+            self._hide(key)
         return len(keys)
+
+    def expire(self, now: float) -> None:
+        """Offer again what was hidden for long enough, some at a time. `now`: monotonic seconds."""
+        for key in self._hidden.expire(now, OFFERED_AGAIN_AT_ONCE):
+            self._changed(key)
+
+    def _hide(self, key: bytes) -> None:
+        forgotten = self._hidden.add(key, time.monotonic() + HIDE_S)
+        self._changed(key)
+        if forgotten is not None:
+            self._changed(forgotten)
 
     @property
     def chunks(self) -> ChunkIndex:
@@ -473,10 +485,9 @@ class Tier:
     def _read_failed(self, key: bytes, outcome: int, reason: str) -> None:
         name = ObjectStatus(outcome).name.lower()
         self._outcomes[f"fetch_{name}"] += 1
-        self._hidden.add(key, time.monotonic() + HIDE_S)
         if outcome == ObjectStatus.BROKEN:
             self._index.discard([key])
-        self._changed(key)
+        self._hide(key)
         self._log.warning("fetch_failed", backend=self.name, key=describe_key(key), outcome=name, reason=reason)
 
     def _noted(self, new: NewObject) -> None:
@@ -494,6 +505,7 @@ class Tier:
         name = ObjectStatus(outcome).name.lower()
         self._outcomes[f"write_{name}"] += 1
         if outcome == ObjectStatus.EXISTS:
-            self._hidden.discard(key)
+            if self._hidden.discard(key):
+                self._changed(key)
         else:
             self._log.warning("write_failed", backend=self.name, key=describe_key(key), outcome=name, reason=reason)
