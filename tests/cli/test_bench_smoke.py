@@ -51,8 +51,9 @@ def test_overlap(shape):
 
 
 def test_flow():
-    result = flow.measure(requests=(2,), layers=2, sessions=(1, 40))
-    assert result["events_per_s"] > 0
+    result = flow.measure(requests=(2, 4), layers=2, sessions=(1, 40), shared_events=2000)
+    assert result["us_per_event"].keys() == {"2", "4"} and result["events_per_s"] > 0
+    assert max(result["commands_per_layer"].values()) <= 4
     for figures in result["by_sessions"].values():
         assert figures["us_per_event"] > 0 and figures["tries_per_event"] <= 1 and figures["events"] > 1000
     assert len(flow.present(result)) > 1

@@ -17,10 +17,11 @@ _running: list[tuple[Sequence[str], Mapping[str, str]]] = []
 def fork_server(preload: Sequence[str], environment: Mapping[str, str]) -> ForkServerContext:
     """A context whose processes have ``preload`` imported under ``environment``.
 
-    A server with others is stopped first: what it forked lives on, and its exit code is not seen any more.
+    A server with others, or one that was not started here, is stopped first: what it forked lives on, and its exit code
+    is not seen any more.
     """
     context = multiprocessing.get_context("forkserver")
-    if _running and _running[-1] != (preload, environment):
+    if not _running or _running[-1] != (preload, environment):
         multiprocessing.forkserver._forkserver._stop()  # there is no public way
         _running.clear()
     context.set_forkserver_preload(list(preload))

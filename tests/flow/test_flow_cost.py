@@ -117,10 +117,3 @@ def test_a_step_that_is_over_leaves_nothing_for_the_garbage_collector():
         gc.set_debug(0)
         gc.garbage.clear()
         gc.enable()
-
-
-def test_the_benchmark_measures():
-    result = measure(requests=(2, 4), layers=3, sessions=(2,), shared_events=2000)
-    assert set(result) == {"events_per_s", "us_per_event", "commands_per_layer", "by_sessions", "sessions_ratio"}
-    assert result["us_per_event"].keys() == {"2", "4"} and result["events_per_s"] > 0
-    assert max(result["commands_per_layer"].values()) <= 4

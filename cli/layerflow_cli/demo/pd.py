@@ -147,7 +147,9 @@ def _alone(shape: Shape, runs: int, advance: Callable[[str], None]) -> Truth:
 
 def _hand_over(shape: Shape, truth: Truth, endpoint: str, runs: int, advance: Callable[[str], None]) -> None:
     workload = shape.workload
-    context = multiprocessing.get_context("spawn")
+    # Each prefill engine is forked from one process that has imported torch, which takes seconds.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
     pipe, theirs = context.Pipe()
     prefiller = context.Process(target=prefill, args=(theirs, endpoint, workload), daemon=True)
     prefiller.start()
