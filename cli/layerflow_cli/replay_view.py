@@ -12,12 +12,11 @@ from layerflow.errors import ConfigError
 
 if TYPE_CHECKING:
     from layerflow.config.settings import Settings
-    from layerflow.flow.cost import LinkCost
     from layerflow.sim.replay import Replay, Trust
-    from layerflow.sim.rerun import ReplayFigures
+    from layerflow.sim.rerun import OtherLink, ReplayFigures
 
 
-def show_replay(replay: Replay, other: Settings | None, link: LinkCost | None, json_file: Path | None) -> None:
+def show_replay(replay: Replay, other: Settings | None, link: OtherLink | None, json_file: Path | None) -> None:
     """Print what was recorded beside what is predicted of it; then, where it is believed, another configuration.
 
     :param other: the other configuration's settings; None = none was asked for.

@@ -40,12 +40,14 @@ class KnownMachine:
     Loads are cut as ``transfer.max_transfer_bytes`` of its settings says, and follow one another.
 
     :param bandwidth: of loads, saves are half as quick. :param batch_s: of each batch. :param block_s: of each block.
+    :param latency_s: behind which a load arrives; those of batches behind each other overlap.
     :param fixed_s: of a layer, :param token_s: and of each new token.
     """
 
     bandwidth: float = 100e6
     batch_s: float = 0.0
     block_s: float = 0.0
+    latency_s: float = 0.0
     fixed_s: float = 2e-3
     token_s: float = 10e-6
     ranks: int = 1
@@ -91,14 +93,16 @@ class KnownMachine:
         batches = [(count, self._batch_s(count)) for count in self._batches(blocks)]
         load_s = sum(seconds for _, seconds in batches)
         for rank in range(self.ranks):
-            trace = StepTrace(self.step, 0, "", [])
+            trace, emulated = StepTrace(self.step, 0, "", []), self.settings.pool.link_gbps > 0
             at = opened
             exposed = 0.0
             for layer in range(LAYERS):
-                landed = opened + (layer + 1) * load_s if load_s else at
-                begin = landed - load_s
+                landed = opened + (layer + 1) * load_s + self.latency_s if load_s else at
+                begin = opened + layer * load_s
                 for count, seconds in batches:
-                    trace.add("load", layer, begin, begin + seconds, nbytes=count * BLOCK_BYTES, blocks=count)
+                    arrives = begin + seconds + self.latency_s
+                    nbytes = count * BLOCK_BYTES
+                    trace.add("load", layer, begin, arrives, nbytes=nbytes, blocks=count, emulated=emulated)
                     begin += seconds
                 if landed > at:
                     trace.add("wait", layer, at, landed)
@@ -117,7 +121,8 @@ class KnownMachine:
                 took = 2 * count * BLOCK_BYTES / self.bandwidth
                 begin = max(free_at, opened + exposed + (layer + 1) * layer_s)
                 free_at = begin + took
-                trace.add("save", layer, begin, free_at, nbytes=count * BLOCK_BYTES, blocks=count)
+                nbytes = count * BLOCK_BYTES
+                trace.add("save", layer, begin, free_at, nbytes=nbytes, blocks=count, emulated=emulated)
             moved = blocks * BLOCK_BYTES * LAYERS
             figures = (moved, LAYERS * load_s, exposed, 0, 0.0, 0.0, new, hit, layer_s)
             self.records += [

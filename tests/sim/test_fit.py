@@ -7,7 +7,7 @@ import random
 import pytest
 
 from layerflow.flow.cost import ComputeCost, LinkCost
-from layerflow.sim.fit import MovedBatch, fit_compute, fit_link, slowdowns
+from layerflow.sim.fit import MovedBatch, emulated_link, fit_compute, fit_link, slowdowns
 from layerflow.sim.worker import LinkTimes
 
 
@@ -69,6 +69,26 @@ def test_layers_that_took_longer_than_the_fit_are_told():
     times = LinkTimes(LinkCost(1e6, 0.0))
     batches = [MovedBatch(0.0, 1.0, 1_000_000, 1, layer=0), MovedBatch(1.0, 4.0, 1_000_000, 1, layer=1)]
     assert slowdowns(times, batches) == pytest.approx({0: 1.0, 1: 3.0})
+
+
+def test_a_latency_is_no_slowdown_whether_it_overlaps_or_not():
+    times = LinkTimes(LinkCost(1e6, 0.5))
+    passes = [(0.0, 1.5), (1.0, 2.5), (2.5, 4.0)]  # the second passes behind the first, the third once it has arrived
+    batches = [MovedBatch(*moved, 1_000_000, 1, layer=layer) for layer, moved in enumerate(passes)]
+    assert slowdowns(times, batches) == pytest.approx({0: 1.0, 1: 1.0, 2: 1.0})
+
+
+def test_an_emulated_links_thread_is_fitted_beside_what_its_settings_say():
+    cost = LinkCost(1e9, 300e-6)
+    batches, passed, free_at = [], 0.0, 0.0
+    for _ in range(40):
+        began, passed = passed, passed + 65536 / cost.bandwidth
+        free_at = max(free_at, passed + cost.latency) + 20e-6
+        batches.append(MovedBatch(began, free_at, 65536, 4, emulated=True))
+    found = emulated_link(cost, [batches])
+    assert found is not None and found.cost == cost and found.passing(65536, 4) == 65536 / cost.bandwidth
+    assert found.lane_batch_seconds == pytest.approx(20e-6, rel=0.01)
+    assert emulated_link(cost, [batches[:2]]) is None
 
 
 def test_a_layers_compute_comes_back():

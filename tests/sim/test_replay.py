@@ -14,6 +14,7 @@ from layerflow.recording.format import EVENTS, Dropped, LookedUp, Purged, StepSe
 from layerflow.sim.curve import hit_curve
 from layerflow.sim.recorded import prompts_of, read_run
 from layerflow.sim.replay import Replay
+from layerflow.sim.rerun import OtherLink, ReplayFigures
 from layerflow.tuning.recorded import RecordedJudge
 
 PROMPT = range(1, 9)
@@ -52,7 +53,7 @@ def test_what_was_purged_is_not_hit(tmp_path):
     assert replay.trust.trusted, replay.trust
     assert replay.own.hits == replay.recorded.hits > 0
     assert [sample.value for sample in replay.own.prefill_s] == pytest.approx([took for _, took in told], rel=0.01)
-    slow = replay.under(replay.settings, link=LinkCost(8e6, 0.0), validate=True)
+    slow = replay.under(replay.settings, link=OtherLink(8e6), validate=True)
     assert slow.hits == replay.recorded.hits, "it purges when its prompts are done, however long they took"
 
 
@@ -84,8 +85,58 @@ def test_another_link_takes_what_the_closed_form_says(tmp_path):
     replay = Replay.read(machine.write(tmp_path / "x.lfr"))
     slow = KnownMachine(bandwidth=20e6)
     expected = [exposed for exposed, _ in again(slow)[1:]]
-    now = replay.under(replay.settings, link=LinkCost(20e6, 0.0))
+    now = replay.under(replay.settings, link=OtherLink(20e6))
     assert [sample.value for sample in now.exposed_s] == pytest.approx(expected, rel=0.02)
+
+
+def emulating(latency_us: int = 3000) -> KnownMachine:
+    """A machine whose link is emulated: 20 MB/s, in batches of one size."""
+    link = {"link_gbps": 0.02, "link_latency_us": latency_us}
+    settings = Settings(transfer={"mode": "layerwise", "max_transfer_bytes": "64KiB"}, pool={"size": "64MiB", **link})
+    return KnownMachine(bandwidth=20e6, latency_s=latency_us * 1e-6, settings=settings)
+
+
+def exposed_of(figures: ReplayFigures) -> list[float]:
+    return [sample.value for sample in figures.exposed_s]
+
+
+def test_an_emulated_link_is_taken_as_its_settings_say(tmp_path):
+    machine = emulating()
+    told = [exposed for exposed, _ in again(machine)[1:]]
+    replay = Replay.read(machine.write(tmp_path / "x.lfr"))
+    assert replay.fitted.load.cost == LinkCost(20e6, 3e-3)
+    assert exposed_of(replay.under(replay.settings, validate=True)) == pytest.approx(told, rel=0.01)
+    assert exposed_of(replay.under(replay.settings, residuals=False)) == pytest.approx(told, rel=0.01)
+
+
+@pytest.mark.parametrize("latency_us", [0, 300, 30_000])
+def test_another_latency_of_an_emulated_link_takes_what_the_closed_form_says(tmp_path, latency_us):
+    machine, other = emulating(), emulating(latency_us)
+    again(machine)
+    expected = [exposed for exposed, _ in again(other)[1:]]
+    replay = Replay.read(machine.write(tmp_path / "x.lfr"))
+    now = replay.under(replay.configured(None, {"pool.link_latency_us": str(latency_us)}), validate=True)
+    assert exposed_of(now) == pytest.approx(expected, rel=0.02)
+    assert replay.unjudged(replay.configured(None, {"pool.link_gbps": "0"})) == ["pool.link_gbps"]
+
+
+def test_a_links_own_latency_stays_where_only_its_rate_is_another(tmp_path):
+    def of(bandwidth: float, latency_s: float) -> tuple[KnownMachine, list[float]]:
+        machine = KnownMachine(bandwidth=bandwidth, latency_s=latency_s)
+        return machine, [exposed for exposed, _ in again(machine)[1:]]
+
+    machine, told = of(20e6, 4e-3)
+    replay = Replay.read(machine.write(tmp_path / "x.lfr"))
+    assert replay.fitted.load.cost.latency == pytest.approx(4e-3, rel=0.02)
+    assert exposed_of(replay.own) == pytest.approx(told, rel=0.01)
+    for link, bandwidth, latency_s in (
+        (OtherLink(10e6), 10e6, 4e-3),
+        (OtherLink(latency=0.0), 20e6, 0.0),
+        (OtherLink(latency=9e-3), 20e6, 9e-3),
+        (OtherLink(10e6, 9e-3), 10e6, 9e-3),
+    ):
+        found = replay.under(replay.settings, link=link, validate=True)
+        assert exposed_of(found) == pytest.approx(of(bandwidth, latency_s)[1], rel=0.02), link
 
 
 def test_what_is_not_hit_any_more_is_computed(tmp_path):

@@ -136,6 +136,8 @@ def test_a_recording_is_timed_and_another_configuration_beside_it(tmp_path):
     assert told["trust"]["trusted"] and told["other"] is None
     slow = json.loads(simulate(path, "--link", "10MB/s", "--json", "-").stdout)
     assert slow["own"] == told["own"] and slow["other"]["prefill"]["p50_ms"] > told["own"]["prefill"]["p50_ms"]
+    late = json.loads(simulate(path, "--link-latency-us", "50000", "--json", "-").stdout)
+    assert late["other"]["exposed_per_step"]["mean_ms"] > 50 > told["own"]["exposed_per_step"]["mean_ms"]
     same = json.loads(simulate(path, "--set", "transfer.copy_way=staged", "--json", "-").stdout)
     assert same["other"] == same["own"] and same["not_simulated"] == ["transfer.copy_way"]
     assert "tells its own engines" in refused(path, "--layer-us", "3")

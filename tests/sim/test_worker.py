@@ -2,7 +2,9 @@
 
 import pytest
 
+from layerflow.flow.commands import Submit
 from layerflow.flow.cost import LinkCost
+from layerflow.flow.events import SAVE
 from layerflow.flow.window import LONGEST_SAMPLE_S, BatchCaps, WindowCaps
 from layerflow.sim.clock import VirtualClock
 from layerflow.sim.simulation import one_group_spec
@@ -30,6 +32,28 @@ def loading(clock: VirtualClock) -> tuple[SimulatedWorker, SimulatedLoads, list[
     ready: list[float] = []
     loads = worker.load(7, {0: BLOCKS}, 60.0, over=lambda _: None, layer_ready=lambda: ready.append(clock.now))
     return worker, loads, ready
+
+
+def test_saves_pass_while_latencies_of_others_last() -> None:
+    clock, stored = VirtualClock(), []
+    spec = one_group_spec(layers=LAYERS, bytes_per_token=16, chunk_tokens=256, block_size=64, tp=1)
+    link = SimulatedLink(LinkTimes(LinkCost(LAYER_BYTES / PASSES_S, 10 * PASSES_S)))
+    worker = SimulatedWorker(
+        clock,
+        spec,
+        session=1,
+        caps=BatchCaps(),
+        window=WindowCaps(1 << 20, 1),
+        stagger_us=0,
+        links=(SimulatedLink(link.times), link),
+        saved=lambda *_: stored.append(clock.now),
+    )
+    worker.computed(7, LAYERS)
+    for layer in range(LAYERS):
+        worker.submit(Submit(1, 7, layer, SAVE, layer, 0, BLOCKS, 0, 0, LAYER_BYTES, layer, True))
+    clock.run()
+    assert stored == pytest.approx([(11 + layer) * PASSES_S for layer in range(LAYERS)])
+    assert link.busy == pytest.approx(LAYERS * PASSES_S)
 
 
 def test_an_engine_that_computes_is_looked_at_now_and_then() -> None:

@@ -16,7 +16,6 @@ from layerflow_cli.machine import (
     Flops,
     KvDtype,
     LayerTime,
-    LinkLatency,
     LinkRate,
     ModelFolder,
     TensorRanks,
@@ -27,10 +26,10 @@ from layerflow_cli.options import ConfigFile, JsonFile, SettingItems, overrides
 
 if TYPE_CHECKING:
     from layerflow.config.settings import Settings
-    from layerflow.flow.cost import LinkCost
     from layerflow.sim.curve import CurvePoint
     from layerflow.sim.machine import Machine
     from layerflow.sim.recorded import RecordedPrompts
+    from layerflow.sim.rerun import OtherLink
     from layerflow.sim.simulation import Figures
     from layerflow.sim.trace import RequestTrace
     from layerflow.spec import ModelSpec
@@ -62,7 +61,10 @@ def simulate(
         str | None, typer.Option(metavar="SIZE", help="Instead of pool.size: memory that the arena takes.")
     ] = None,
     link: LinkRate = None,
-    link_latency_us: LinkLatency = 0,
+    link_latency_us: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="US", help="What each load waits before it moves; of a recording, its own."),
+    ] = None,
     flops: Flops = None,
     active_params: ActiveParams = None,
     layer_us: LayerTime = None,
@@ -121,7 +123,7 @@ def simulate(
         raise ConfigError(f"--eviction {eviction}: use one of {', '.join(EVICTIONS)}")
     if curve is None and (sample > 1 or html is not None):
         raise ConfigError("--sample and --html belong to --curve pool.size")
-    if curve is not None and any(each is not None for each in (link, flops, active_params, layer_us)):
+    if curve is not None and any(each is not None for each in (link, link_latency_us, flops, active_params, layer_us)):
         raise ConfigError("--curve takes no link and no compute: nothing of it is timed")
     given = overrides(settings or (), {"pool.size": ram})
     configured = Settings.load(file, given)
@@ -136,7 +138,7 @@ def simulate(
                 raise ConfigError(f"{trace}: is a recording, and tells its own engines and compute")
             if eviction != "car":
                 raise ConfigError(f"{trace}: --eviction {eviction} belongs to --curve, where a recording is replayed")
-            _replay(trace, file, given, link_cost(link, link_latency_us), json_file)
+            _replay(trace, file, given, _other_link(link, link_latency_us), json_file)
             return
         prompts = prompts_of(read_run(trace))
         origin = {row.key: row.origin for row in effective(file, given)}
@@ -152,7 +154,7 @@ def simulate(
     if curve is not None:
         _curve(requests, capacity.stages[0], configured.pool.size, output)
         return
-    compute, moves = layer_cost(capacity, flops, active_params, layer_us), link_cost(link, link_latency_us)
+    compute, moves = layer_cost(capacity, flops, active_params, layer_us), link_cost(link, link_latency_us or 0.0)
     if compute is None or moves is None:
         raise ConfigError("how quick is the machine? Give --link, and --layer-us or --flops with --active-params")
     machine = Machine(
@@ -171,13 +173,25 @@ def simulate(
 
 
 def _replay(
-    trace: Path, file: Path | None, given: dict[str, Any], link: LinkCost | None, json_file: Path | None
+    trace: Path, file: Path | None, given: dict[str, Any], link: OtherLink | None, json_file: Path | None
 ) -> None:
     from layerflow.sim.replay import Replay  # noqa: PLC0415
     from layerflow_cli.replay_view import show_replay  # noqa: PLC0415
 
     replay = Replay.read(trace)
     show_replay(replay, replay.configured(file, given) if file is not None or given else None, link, json_file)
+
+
+def _other_link(rate: str | None, latency_us: float | None) -> OtherLink | None:
+    """What --link and --link-latency-us change of a recording's own link; None = nothing."""
+    from layerflow.sim.rerun import OtherLink  # noqa: PLC0415
+
+    cost = link_cost(rate, 0.0)
+    if cost is None and latency_us is None:
+        return None
+    return OtherLink(
+        cost.bandwidth if cost is not None else None, latency_us * 1e-6 if latency_us is not None else None
+    )
 
 
 def _of_speed(trace: RequestTrace, first: int, speed: float) -> RequestTrace:

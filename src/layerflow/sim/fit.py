@@ -45,7 +45,7 @@ _RESOLUTION = 1.5e-6  # spans are told in microseconds
 class MovedBatch:
     """A batch that has passed a link. Seconds of one clock.
 
-    :param emulated: it began when it began to pass, not when it was sent; it ends when a thread wakes up.
+    :param emulated: its link is: it began when it began to pass, and ends when a thread has seen that it arrived.
     :param beside: the other direction moved something while it passed.
     """
 
@@ -62,16 +62,16 @@ def fit_link(lanes: Sequence[Sequence[MovedBatch]]) -> LinkTimes | None:
     """Fit one direction of what passed each worker's lane; None: too little has.
 
     Batches pass one after the other: each takes from the end of the one before it, and one that begins later pays the
-    latency, too; those of an emulated link take what they take, each with its latency::
+    latency, too::
 
         seconds = latency (of the first in a row) + batch + blocks * block + bytes / bandwidth
     """
     alone: list[tuple[Sequence[float], float]] = []
     beside: list[tuple[Sequence[float], float]] = []
     for lane in lanes:
-        for each, idle, passed in _passed(lane):
-            first, seconds = (True, each.ended - each.began) if each.emulated else (idle, passed)
-            row = (float(first), 1.0, float(each.blocks), float(each.nbytes))
+        for each, free_at, seconds in _passed(lane):
+            first = float(each.began > free_at + _INSTANT)
+            row = (first, 1.0, float(each.blocks), float(each.nbytes))
             (beside if each.beside else alone).append((row, seconds))
     known = alone if len(alone) >= LEAST else alone + beside
     found = least_relative_error(known, preferred=3)
@@ -81,17 +81,33 @@ def fit_link(lanes: Sequence[Sequence[MovedBatch]]) -> LinkTimes | None:
     ratios = [seconds / sum(map(operator.mul, found, row)) for row, seconds in beside]
     slower = max(1.0, statistics.median(ratios)) if known is alone and len(ratios) >= LEAST_BESIDE else 1.0
     bandwidth = 1.0 / per_byte if per_byte > 0.0 else math.inf
-    times = LinkTimes(LinkCost(bandwidth, latency), batch, block, slower)
-    late = [seconds for lane in lanes for _, seconds in _handled(times, [each for each in lane if each.emulated])]
-    usual = sorted(late)[: math.ceil(len(late) * USUAL)]
-    return replace(times, lane_batch_seconds=statistics.fmean(usual) if usual else 0.0)
+    return LinkTimes(LinkCost(bandwidth, latency), batch, block, slower)
+
+
+def emulated_link(cost: LinkCost, lanes: Sequence[Sequence[MovedBatch]]) -> LinkTimes | None:
+    """Take one direction of an emulated link as its settings say, and fit what its lane's thread adds; None: as above.
+
+    Batches of one size do not tell a rate from a latency, and latencies that overlap look like a slower rate.
+    """
+    times = LinkTimes(cost)
+    late = sorted(seconds for lane in lanes for _, seconds in _handled(times, lane))
+    if len(late) < LEAST:
+        return None
+    return replace(times, lane_batch_seconds=statistics.fmean(late[: math.ceil(len(late) * USUAL)]))
 
 
 def slowdowns(times: LinkTimes, lane: Iterable[MovedBatch]) -> dict[int, float]:
-    """By layer, how many times as long as they would pass its batches had the link to themselves, latency included."""
+    """By layer, how many times as long as fitted its batches took, from when the first could pass to the last's end.
+
+    A layer's first batch could pass one latency before the batch ahead of it had arrived.
+    """
     took: defaultdict[int, float] = defaultdict(float)
     fitted: defaultdict[int, float] = defaultdict(float)
-    for each, _, seconds in _passed(lane):
+    latency = times.cost.latency
+    for each, free_at, seconds in _passed(lane):
+        if each.layer not in fitted:
+            fitted[each.layer] = latency
+            took[each.layer] = min(latency, max(0.0, free_at - each.began))
         took[each.layer] += seconds
         beside = times.beside if each.beside else 1.0
         fitted[each.layer] += times.passing(each.nbytes, each.blocks) * beside
@@ -99,7 +115,7 @@ def slowdowns(times: LinkTimes, lane: Iterable[MovedBatch]) -> dict[int, float]:
 
 
 def lateness(times: LinkTimes, lane: Iterable[MovedBatch]) -> dict[int, float]:
-    """By layer, how much longer than fitted the lane's thread took for batches that had passed, together; seconds."""
+    """By layer, how much longer than fitted the lane's thread took for batches that had arrived, together; seconds."""
     late: defaultdict[int, float] = defaultdict(float)
     for each, seconds in _handled(times, lane):
         late[each.layer] += seconds - times.lane_batch_seconds
@@ -107,21 +123,21 @@ def lateness(times: LinkTimes, lane: Iterable[MovedBatch]) -> dict[int, float]:
 
 
 def _handled(times: LinkTimes, lane: Iterable[MovedBatch]) -> Iterator[tuple[MovedBatch, float]]:
-    """Each batch of an emulated link, and how long the lane's thread took for it once it had passed."""
+    """Each batch of an emulated link, and how long the lane's thread took for it once it had arrived."""
     free_at = -math.inf
     for each in sorted(lane, key=lambda batch: (batch.began, batch.ended)):
-        passed = each.began + times.passing(each.nbytes, each.blocks)
-        yield each, max(0.0, each.ended - max(passed, free_at))
+        arrived = each.began + times.passing(each.nbytes, each.blocks) + times.cost.latency
+        yield each, max(0.0, each.ended - max(arrived, free_at))
         free_at = max(free_at, each.ended)
 
 
-def _passed(lane: Iterable[MovedBatch]) -> Iterator[tuple[MovedBatch, bool, float]]:
-    """Each batch, whether the link was idle before it, and for how long it had the link to itself."""
+def _passed(lane: Iterable[MovedBatch]) -> Iterator[tuple[MovedBatch, float, float]]:
+    """Each batch, when all before it had arrived, and for how long it had the link to itself."""
     free_at = -math.inf
     for each in sorted(lane, key=lambda batch: (batch.began, batch.ended)):
         seconds = each.ended - max(each.began, free_at)
         if seconds > _RESOLUTION and each.nbytes > 0:
-            yield each, each.began > free_at + _INSTANT, seconds
+            yield each, free_at, seconds
         free_at = max(free_at, each.ended)
 
 

@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from layerflow.config.settings import Settings
-from layerflow.flow.cost import LinkCost
 from layerflow.sim.recorded import RecordedRun, last_pass, read_run
-from layerflow.sim.rerun import Fitted, ReplayFigures, Rerun, Sample
+from layerflow.sim.rerun import Fitted, OtherLink, ReplayFigures, Rerun, Sample
 
 CLOSE: Final = 0.15
 """A time that is predicted within this share of what was recorded is believed."""
@@ -53,6 +52,8 @@ JUDGED: Final = frozenset(
     }
 )
 """The keys whose effect a replay shows. Of ``pool.link_gbps`` that of an emulated link."""
+
+_OF_EMULATED: Final = frozenset({"pool.link_gbps", "pool.link_latency_us"})
 
 BOUND: Final = "server.max_deadline_s"
 """The longest that recorded deadlines of transfers may be: without it they may be refused."""
@@ -209,20 +210,24 @@ class Replay:
         return Settings.load(None, {**recorded, **given})
 
     def unjudged(self, settings: Settings) -> list[str]:
-        """Keys of the pool and of transfers that differ from the recorded ones, and have no effect on a replay."""
+        """Keys of the pool and of transfers that differ from the recorded ones, and have no effect on a replay.
+
+        Without emulation the link is the machine's own, of which a recording with an emulated one tells nothing.
+        """
+        judged = JUDGED if settings.pool.link_gbps else JUDGED - _OF_EMULATED
         return sorted(
             f"{section}.{key}"
             for section in ("pool", "transfer")
             for key in type(getattr(settings, section)).model_fields
             if getattr(getattr(settings, section), key) != getattr(getattr(self.settings, section), key)
-            and f"{section}.{key}" not in JUDGED
+            and f"{section}.{key}" not in judged
         )
 
     def under(
         self,
         settings: Settings,
         *,
-        link: LinkCost | None = None,
+        link: OtherLink | None = None,
         residuals: bool = True,
         validate: bool = False,
     ) -> ReplayFigures:
@@ -231,7 +236,7 @@ class Replay:
         What is used of a hit, and how, is what was recorded, unless ``transfer.mode`` is another one or the prompt hit
         nothing then: the costs that were fitted decide.
 
-        :param link: instead of the fitted link of loads and saves.
+        :param link: instead of the fitted link.
         :param residuals: each step keeps what its own layers, copies and waits took beside the fit; else all take what
             is fitted, so that it tells how good the fit is.
         :param validate: check the core's and the pool's invariants as it goes; slow.

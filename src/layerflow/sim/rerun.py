@@ -26,7 +26,7 @@ from layerflow.recording.format import PartSeen
 from layerflow.server.terms import limits_of, terms_of
 from layerflow.sim.arena import SimulatedArena, SimulatedHeaders
 from layerflow.sim.clock import VirtualClock
-from layerflow.sim.fit import MovedBatch, fit_compute, fit_link, lateness, slowdowns
+from layerflow.sim.fit import MovedBatch, emulated_link, fit_compute, fit_link, lateness, slowdowns
 from layerflow.sim.forward import ForwardPass
 from layerflow.sim.recorded import RecordedEngine, RecordedPass, RecordedPrompt, RecordedRun, digests, last_pass
 from layerflow.sim.server import ROOT, Failed, SimulatedServer, WantedLoad, blocks_of
@@ -122,8 +122,14 @@ class Fitted:
         :raises ConfigError: nothing of it can be timed.
         """
         lanes = {(engine.number, rank): _lanes(engine, rank) for engine in run.engines for rank in sorted(engine.ranks)}
-        load = fit_link([[batch for of in each.loads.values() for batch in of] for each in lanes.values()])
-        save = fit_link([each.saves for each in lanes.values()])
+        emulated = emulated_cost(run.settings)
+        load, save = (
+            fit_link(batches) if emulated is None else emulated_link(emulated, batches)
+            for batches in (
+                [[batch for of in each.loads.values() for batch in of] for each in lanes.values()],
+                [each.saves for each in lanes.values()],
+            )
+        )
         known = load or save
         if known is None:
             raise ConfigError(f"{run.name}: no step with times is in it, so none can be simulated; record for longer")
@@ -168,8 +174,31 @@ def _noise(load: LinkTimes, batches: Sequence[MovedBatch], opened: float) -> Loa
     for batch in batches:
         begins[batch.layer] = min(begins.get(batch.layer, math.inf), batch.began - opened)
     if all(batch.emulated for batch in batches):
-        return LoadNoise(dict.fromkeys(begins, 1.0), lateness(load, batches), begins)
+        return LoadNoise({}, lateness(load, batches), begins)
     return LoadNoise(slowdowns(load, batches), {}, begins)
+
+
+def emulated_cost(settings: Settings) -> LinkCost | None:
+    """What a link takes that agents emulate under these settings; None = they emulate none."""
+    pool = settings.pool
+    return LinkCost(pool.link_gbps * 1e9, pool.link_latency_us * 1e-6) if pool.link_gbps else None
+
+
+class OtherLink(NamedTuple):
+    """A link instead of the fitted one, of loads and of saves.
+
+    :param bandwidth: bytes per second; :param latency: seconds. None = the fitted one's.
+    """
+
+    bandwidth: float | None = None
+    latency: float | None = None
+
+    def of(self, times: LinkTimes) -> LinkTimes:
+        """What a direction takes then."""
+        cost = times.cost
+        bandwidth = cost.bandwidth if self.bandwidth is None else self.bandwidth
+        latency = cost.latency if self.latency is None else self.latency
+        return dataclasses.replace(times, cost=LinkCost(bandwidth, latency))
 
 
 class _RankLanes(NamedTuple):
@@ -242,7 +271,7 @@ def _known_before(run: RecordedRun) -> tuple[int, ...]:
 class Rerun:
     """One replay under way: a server, and the engines of a run.
 
-    :param link: instead of the fitted one, of loads and saves.
+    :param link: instead of the fitted one.
     :param residuals: each step keeps what its own layers, copies and waits took beside the fit.
     :param validate: check the core's and the pool's invariants as it goes; slow.
 
@@ -255,7 +284,7 @@ class Rerun:
         fitted: Fitted,
         settings: Settings,
         *,
-        link: LinkCost | None,
+        link: OtherLink | None,
         residuals: bool,
         validate: bool,
     ) -> None:
@@ -273,18 +302,11 @@ class Rerun:
             settings,
             validate=validate,
         )
-        pool, was = settings.pool, run.settings.pool
-        if (
-            link is None
-            and pool.link_gbps
-            and (pool.link_gbps, pool.link_latency_us)
-            != (
-                was.link_gbps,
-                was.link_latency_us,
-            )
-        ):
-            link = LinkCost(pool.link_gbps * 1e9, pool.link_latency_us * 1e-6)  # an emulated one
-        self.times = (_other_link(fitted.load, link), _other_link(fitted.save, link))
+        emulated = emulated_cost(settings)
+        if link is None and emulated is not None and emulated != emulated_cost(run.settings):
+            link = OtherLink(emulated.bandwidth, emulated.latency)
+        link = link or OtherLink()
+        self.times = (link.of(fitted.load), link.of(fitted.save))
         self.exposed: list[Sample] = []
         self.prefill: list[Sample] = []
         self.hits: list[Sample] = []
@@ -360,10 +382,6 @@ class Rerun:
                     new.key for new, room in zip(objects, found, strict=True) if room.outcome is ReserveStatus.RESERVED
                 ]
                 self.pool.commit(there, "before")
-
-
-def _other_link(times: LinkTimes, link: LinkCost | None) -> LinkTimes:
-    return times if link is None else dataclasses.replace(times, cost=link)
 
 
 def _of_rank(spec: ModelSpec, rank: int) -> ModelSpec:

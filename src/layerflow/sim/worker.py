@@ -67,25 +67,25 @@ class SimulatedLink:
         self.lane_free_at = max(arrives, self.lane_free_at) + max(0.0, self.times.lane_batch_seconds + late)
         return self.lane_free_at
 
-    def send(self, nbytes: int, blocks: int, now: float, slowdown: float | None = None) -> float:
+    def send(self, nbytes: int, blocks: int, now: float, slowdown: float = 1.0) -> float:
         """When the last byte of a batch that is sent now has arrived.
 
-        :param slowdown: so many times as long it takes, its latency included; None = what the link takes.
+        :param slowdown: so many times as long it takes as the link's figures say, its latency as its passing.
         """
         begins = max(now, self.free_at)
-        took = self.times.passing(nbytes, blocks) * (1.0 if slowdown is None else slowdown)
+        took = self.times.passing(nbytes, blocks) * slowdown
         if self.other is not None and self.other.free_at > begins:
             took *= self.times.beside
         self.free_at = begins + took
         self.busy += took
-        return self.free_at + (self.times.cost.latency if slowdown is None else 0.0)
+        return self.free_at + self.times.cost.latency * slowdown
 
 
 @dataclass(slots=True, eq=False)
 class LoadNoise:
     """What was one step's own on its rank: how its loads went beside what is fitted. By layer.
 
-    :param slowdown: so many times as long as they would pass its batches take, their latency included.
+    :param slowdown: so many times as long as fitted its batches take; where none is told, as long.
     :param late: so many seconds longer than fitted the lane's thread takes for the first of them.
     :param begins: while it is calibrated: when its first batch began, in seconds behind the step's opening.
 
@@ -180,7 +180,6 @@ class SimulatedWorker:
         ]
         self._loading: dict[int, SimulatedLoads] = {}
         self._saving: dict[int, SimulatedSaves] = {}
-        self._saves_move = False
         # The lane looks at how far engines are when a batch has landed, and with nothing on its way in intervals.
         self._sampling = Sampling()
         self._looks_at = 0.0
@@ -270,7 +269,7 @@ class SimulatedWorker:
                 loads.in_flight += 1
                 extent = batch.extent
                 noise = loads.noise
-                slower = noise.slowdown.get(batch.layer)
+                slower = noise.slowdown.get(batch.layer, 1.0)
                 late = 0.0
                 if not (extent.lo or extent.byte_lo):
                     late = noise.late.get(batch.layer, 0.0)
@@ -331,19 +330,20 @@ class SimulatedWorker:
         self._saving.pop(step, None)
 
     def _move_saves(self) -> None:
-        if self._saves_move:
+        link = self.saves
+        if self._clock.now < link.free_at:
             return
         for saves in self._saving.values():
             if saves.waiting and saves.waiting[0].layer < saves.computed:
                 batch = saves.waiting.popleft()
-                self._saves_move = True
-                arrives = self.saves.send(batch.nbytes, batch.hi - batch.lo, self._clock.now)
-                self._clock.at(arrives, _Saved(self, batch))
+                arrives = link.send(batch.nbytes, batch.hi - batch.lo, self._clock.now)
+                if arrives > link.free_at:  # the next one passes while this one's latency lasts
+                    self._clock.at(link.free_at, self._move_saves)
+                self._clock.at(link.handled(arrives, 0.0), _Saved(self, batch))
                 return
 
     def stored(self, batch: Submit) -> None:
         """A save has arrived."""
-        self._saves_move = False
         self._saved(self, batch, self.computed_of(batch.step))
         self._move_saves()
 
