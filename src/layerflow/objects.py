@@ -23,7 +23,10 @@ _CHECKSUM = struct.Struct("<Q")
 CHECKSUM_AT = 48
 GENERATION_AT = 56
 """Where in the header the arena's server has a word of its own: another one each time that an object is published at
-this place, 0 while none is there. Whoever reads an object without asking compares the word before and after."""
+this place, 0 while none is there. Whoever reads an object without asking compares the word before and after.
+
+It stays in the arena: headers are stored elsewhere without it (:func:`stored_header`). An object that came back to its
+place with its old word would be taken for complete by whoever knows that word, before its layers have come."""
 
 _START = struct.Struct(f"{CHECKSUM_AT}s")
 
@@ -63,6 +66,11 @@ def header_start(memory: memoryview, offset: int) -> bytes:
     """A header without its checksum, to be compared with one of :func:`pack_header` in little time."""
     start: bytes = _START.unpack_from(memory, offset)[0]
     return start
+
+
+def stored_header(memory: memoryview, offset: int) -> bytes:
+    """Return the header at `offset` of the arena as it is stored anywhere else: the generation word is 0."""
+    return bytes(memory[offset : offset + GENERATION_AT]) + bytes(HEADER_BYTES - GENERATION_AT)
 
 
 def set_checksum(header: memoryview, checksum: int) -> None:

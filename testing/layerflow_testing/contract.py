@@ -11,7 +11,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from layerflow.objects import HEADER_BYTES
+from layerflow.objects import GENERATION_AT, HEADER_BYTES
 from layerflow_testing.objects import (
     ARENA,
     BLOCK,
@@ -76,6 +76,27 @@ class BackendContract(ShapesContract):
         bench.arena.array[:HEADER_BYTES] = np.frombuffer(one.header, np.uint8)
         assert outcomes(bench.first.backend.commit([place], soon())) == [OK]
         assert_whole(bench, bench.clients[-1], [one])
+
+    def test_the_generation_word_stays_in_the_arena(self, bench):
+        """It is the server's alone: an object that is fetched to where it was before does not look complete by it."""
+        one, word = bench.thing("one"), (0x1234567 << 32 | 1).to_bytes(8, "little")
+        view, backend, mine = bench.arena.view, bench.first.backend, one.at(bench.first, 0)
+        put(bench, [one], [0])
+        view[GENERATION_AT:HEADER_BYTES] = word
+        assert outcomes(backend.open_write([mine], soon())) == [OK]
+        assert outcomes(backend.write([mine], 0, one.layers, soon())) == [OK]
+        assert outcomes(backend.commit([mine], soon())) == [OK]
+        assert bytes(view[GENERATION_AT:HEADER_BYTES]) == word, "workers compare it while the object is stored"
+        for client in bench.clients:
+            place = one.at(client, 0, known=False)
+            view[:HEADER_BYTES] = bytes(HEADER_BYTES)  # as the pool leaves a place that it gives away
+            opened = eventually(lambda: outcomes(client.backend.open_fetch([place], soon())) == [OK])  # noqa: B023
+            assert opened
+            for layer in range(one.layers):
+                assert outcomes(client.backend.fetch([place], layer, layer + 1, soon())) == [OK]
+                assert bytes(view[GENERATION_AT:HEADER_BYTES]) == bytes(8)
+            client.backend.close_fetch([place])
+            assert np.array_equal(bench.arena.array[: one.nbytes], one.bytes)
 
     def test_revoke_leaves_nothing(self, bench):
         one, other, backend = bench.thing("one"), bench.thing("other"), bench.first.backend

@@ -25,7 +25,7 @@ from layerflow.hosts.backend import (
     Unreachable,
     Unusable,
 )
-from layerflow.objects import HEADER_BYTES
+from layerflow.objects import HEADER_BYTES, stored_header
 from layerflow.system.memfd import SharedMemory
 
 NAME = "hosts.fake_backend:FakeBackend"
@@ -122,7 +122,7 @@ class FakeBackend(Backend):
         self._enter("commit", len(places))
         for place in places:
             whole = self._writing.pop(place.key)
-            whole[:HEADER_BYTES] = self._view[place.offset : place.offset + HEADER_BYTES]
+            whole[:HEADER_BYTES] = stored_header(self._view, place.offset)
             self._objects[place.key] = bytes(whole)
         return [OK] * len(places)
 

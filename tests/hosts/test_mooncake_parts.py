@@ -362,8 +362,9 @@ class TestCondemned:
         )
         backend._calls.open(store)
         backend.hide([one.key])
-        assert backend.open_write([one], FOREVER) == backend.write([one], 0, 4, FOREVER) == [OK]
-        assert backend.commit([one], FOREVER) == [OK]
+        with SharedMemory.create(1 << 20) as backend._writer.arena:
+            assert backend.open_write([one], FOREVER) == backend.write([one], 0, 4, FOREVER) == [OK]
+            assert backend.commit([one], FOREVER) == [OK]
         backend.check()
         assert store.asked.count("batch_remove") == 1
 

@@ -11,7 +11,7 @@ import pytest
 from layerflow.hosts.backend import OK, ObjectLocation, ObjectResult, ObjectStatus, Unreachable
 from layerflow.hosts.shared.client import ClientHandle
 from layerflow.hosts.shared.store import FULL, OpenRead, OpenWrite, StoreReader, StoreWriter
-from layerflow.objects import HEADER_BYTES, get_checksum, pack_header
+from layerflow.objects import HEADER_BYTES, get_checksum, pack_header, stored_header
 from layerflow.system.memfd import SharedMemory
 
 LAYERS, LAYER_BYTES = 4, 256
@@ -62,6 +62,14 @@ class Writer(StoreWriter):
         for place, (start, stop) in zip(places, spans, strict=True):
             there = self.arena.view[place.offset + start : place.offset + stop]
             self.pool.unfinished[place.key][start:stop] = there
+        return [OK] * len(places)
+
+    def _copy_headers(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
+        assert self.arena is not None
+        if self.pool.uncopied:
+            raise Unreachable(self.pool.uncopied)
+        for place in places:
+            self.pool.unfinished[place.key][:HEADER_BYTES] = stored_header(self.arena.view, place.offset)
         return [OK] * len(places)
 
     def _publish(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:

@@ -210,6 +210,17 @@ def test_a_lease_tells_where_things_lie_and_of_which_generation():
     assert PLACE.unpack(again)[0] == offsets[1] and again != told[0], "another generation of the place"
 
 
+def test_generations_of_one_server_are_not_those_of_the_next():
+    """A store may have objects whose headers were stored with theirs."""
+    told = []
+    for _ in range(2):
+        pool = MemoryPool(Arena(16 * OBJECT))
+        pool.reserve([new(1)], WRITER)
+        pool.commit([key_of(1)], WRITER)
+        told.append(pool.lease([key_of(1)], READER, 9.0))
+    assert PLACE.unpack(told[0])[0] == PLACE.unpack(told[1])[0] and told[0] != told[1]
+
+
 def test_what_a_lease_may_not_pin_has_no_place():
     pool = MemoryPool(Arena(16 * OBJECT), lease_share=0.25)
     pool.reserve([new(i) for i in range(16)], WRITER)

@@ -197,8 +197,9 @@ class Backend(abc.ABC):
     def fetch(self, places: Sequence[ObjectLocation], lo: int, hi: int, until: float) -> list[ObjectResult]:
         """Copy layers `lo` to `hi` (exclusive) of opened objects into the arena, and the header before layer 0.
 
-        The caller compares headers. OK means that these bytes are those of the object: what a checksum or
-        a lease contradicts is BROKEN or EXPIRED, and never was OK.
+        The header's generation word (:data:`layerflow.objects.GENERATION_AT`) is 0, as it was stored. The caller
+        compares headers. OK means that these bytes are those of the object: what a checksum or a lease contradicts is
+        BROKEN or EXPIRED, and never was OK.
         """
 
     @abc.abstractmethod
@@ -222,6 +223,8 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def commit(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
         """Every layer is written: add the header (it lies in the arena now) and publish.
+
+        What is added is :func:`layerflow.objects.stored_header`: the generation word is the server's alone.
 
         What fails here is not visible, or complete all the same. After an exception all of them are revoked.
         """

@@ -32,7 +32,7 @@ from layerflow.hosts.backend import (
     Unusable,
     pool_name,
 )
-from layerflow.objects import HEADER_BYTES, get_checksum, set_checksum
+from layerflow.objects import HEADER_BYTES, get_checksum, set_checksum, stored_header
 
 if TYPE_CHECKING:
     from xxhash import xxh3_64
@@ -323,12 +323,13 @@ class Redis(Backend):
         if time.monotonic() >= until:
             return [_LATE] * len(places)
         spans = [(place.start(lo), place.start(hi)) for place in places]
-        results = self._put(places, spans, [self._may_write(place, lo) for place in places])
-        for place, (start, stop), result in zip(places, spans, results, strict=True):
+        parts = [(start, self._bytes(place, start, stop)) for place, (start, stop) in zip(places, spans, strict=True)]
+        results = self._put(places, parts, [self._may_write(place, lo) for place in places])
+        for place, (_, data), result in zip(places, parts, results, strict=True):
             if result is OK:
                 done = self._writing[place.key]
                 done.layers = hi
-                done.state.update(self._bytes(place, start, stop))
+                done.state.update(data)
         return results
 
     def commit(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
@@ -338,7 +339,8 @@ class Redis(Backend):
         for place, result in zip(places, results, strict=True):
             if result is OK:
                 set_checksum(self._bytes(place, 0, HEADER_BYTES), self._writing[place.key].state.intdigest())
-        results = self._put(places, [(0, HEADER_BYTES)] * len(places), results)
+        assert self._arena is not None
+        results = self._put(places, [(0, stored_header(self._arena.view, place.offset)) for place in places], results)
         whole = [at for at, result in enumerate(results) if result is OK]
         names = [(self._writing[places[at].key].name, pool_name(places[at].key)) for at in whole]
         # Both or none: renamed only, the object would expire.
@@ -380,17 +382,21 @@ class Redis(Backend):
         return OK if done.layers == layers else _OUT_OF_ORDER
 
     def _put(
-        self, places: Sequence[ObjectLocation], spans: Sequence[tuple[int, int]], results: list[ObjectResult]
+        self,
+        places: Sequence[ObjectLocation],
+        parts: Sequence[tuple[int, bytes | memoryview]],
+        results: list[ObjectResult],
     ) -> list[ObjectResult]:
-        """Write a span of each object that is OK so far, and put its expiry off."""
+        """Write a part of each object that is OK so far, and put its expiry off.
+
+        :param parts: where each begins in its object, and its bytes.
+        """
         wanted = [at for at, result in enumerate(results) if result is OK]
         expires_at, later = time.monotonic() + self._unfinished_ms / 1e3, self._unfinished_ms
         found = self._run_each(
             # Where it has left Redis, the write makes it anew: that too shall expire.
             [("PEXPIRE", own, later), ("SETRANGE", own, start, data), ("PEXPIRE", own, later)]
-            for own, start, data in (
-                (self._writing[places[at].key].name, spans[at][0], self._bytes(places[at], *spans[at])) for at in wanted
-            )
+            for own, start, data in ((self._writing[places[at].key].name, *parts[at]) for at in wanted)
         )
         for at, answers in zip(wanted, found, strict=True):
             error, done = _error_of(answers), self._writing[places[at].key]

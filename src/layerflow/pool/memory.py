@@ -66,7 +66,8 @@ class Headers:
     def __init__(self, view: memoryview) -> None:
         self._view = view
         self._words = np.frombuffer(view[: len(view) // 8 * 8], np.int64)
-        # Old payload must not look like a generation by chance: they begin anywhere.
+        # Old payload must not look like a generation by chance, nor the word that another server's host stored with a
+        # header: they begin anywhere.
         self._generation = secrets.randbits(63)
         self._dirty = 0  # bytes from the start that an object may ever have covered
 

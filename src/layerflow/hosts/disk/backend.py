@@ -33,7 +33,7 @@ from layerflow.hosts.backend import (
 from layerflow.hosts.disk.folder import Folder, StoredFile, checksum, pack_sums, unpack_sums
 from layerflow.hosts.disk.index import DiskIndex
 from layerflow.keys import describe_key
-from layerflow.objects import HEADER_BYTES
+from layerflow.objects import HEADER_BYTES, stored_header
 from layerflow.system.memfd import SharedMemory
 
 # Objects on their way from the disk into the arena. Used by the fetch thread alone.
@@ -280,7 +280,7 @@ class DiskWrites:
         if len(writing.sums) != stored.layers:
             self._give_up(writing)
             return ObjectResult(ObjectStatus.FAILED, f"{len(writing.sums)} of {stored.layers} layers are written")
-        header = bytes(self._view[place.offset : place.offset + HEADER_BYTES])
+        header = stored_header(self._view, place.offset)
         try:
             _write_from(writing.fd, memoryview(header), 0)
             end = pack_sums(stored.name, [checksum(header), *writing.sums], stored.block_digests)

@@ -32,7 +32,7 @@ from layerflow.hosts.memcache.metaservice import MetaService
 from layerflow.hosts.memcache.setup import MemcacheOptions, connect, shared
 from layerflow.hosts.shared.service import Service
 from layerflow.hosts.shared.store import FULL, OTHER_SIZE, OpenRead, OpenWrite, SharedStore, StoreReader, StoreWriter
-from layerflow.objects import HEADER_BYTES, pack_header
+from layerflow.objects import GENERATION_AT, pack_header, stored_header
 from layerflow.system.memfd import SharedMemory
 
 # Reading from memcache: a lease first, then the address; layers then ask the MetaService nothing.
@@ -306,6 +306,10 @@ class MemcacheWriter(StoreWriter):
         ]
         return [writing(code) for code in self._calls.copy(copies, H2G, until)]
 
+    def _copy_headers(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
+        """All but the generation word: opening has written zeros there, and publishing reads that back."""
+        return self._copy(places, [(0, GENERATION_AT)] * len(places), until)
+
     def _publish(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
         """Also reads the headers back.
 
@@ -318,8 +322,7 @@ class MemcacheWriter(StoreWriter):
         assert self.arena is not None
         headers = self._headers([(names[at], self._open[places[at].key].address) for at in published], until)
         for at, header in zip(published, headers, strict=True):
-            begin = places[at].offset
-            if header != self.arena.array[begin : begin + HEADER_BYTES].tobytes():
+            if header != stored_header(self.arena.view, places[at].offset):
                 results[at] = _NOT_WRITTEN
                 self._calls.count("skipped_writes")
         return results

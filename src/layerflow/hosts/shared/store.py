@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -22,7 +22,7 @@ from layerflow.system.memfd import SharedMemory
 
 # Writing objects to a shared store: memory for each, its layers in order, its header, and then it is published.
 #
-# What Mooncake's and memcache's writers have in common. What a store does in its own way are the four methods at the
+# What Mooncake's and memcache's writers have in common. What a store does in its own way are the five methods at the
 # end of :class:`StoreWriter`.
 
 
@@ -110,8 +110,11 @@ class StoreWriter(abc.ABC):
 
     def write(self, places: Sequence[ObjectLocation], lo: int, hi: int, until: float) -> list[ObjectResult]:
         """One range an object, without its header."""
-        results = [self.check(place, lo) for place in places]
-        results = self._put(places, [(place.start(lo), place.start(hi)) for place in places], results, until)
+
+        def copy(some: Sequence[ObjectLocation]) -> list[ObjectResult]:
+            return self._copy(some, [(place.start(lo), place.start(hi)) for place in some], until)
+
+        results = self._put(places, copy, [self.check(place, lo) for place in places], until)
         for place, result in zip(places, results, strict=True):
             opened = self._of(place)
             if result is OK and opened is not None:
@@ -129,7 +132,7 @@ class StoreWriter(abc.ABC):
             if checksum is not None and self.arena is not None:
                 set_checksum(self.arena.view[place.offset : place.offset + HEADER_BYTES], checksum.intdigest())
         try:
-            results = self._put(places, [(0, HEADER_BYTES)] * len(places), results, until)
+            results = self._put(places, lambda some: self._copy_headers(some, until), results, until)
         except BaseException:  # nothing of them is published
             self.revoke(places)
             raise
@@ -198,15 +201,15 @@ class StoreWriter(abc.ABC):
     def _put(
         self,
         places: Sequence[ObjectLocation],
-        spans: Sequence[tuple[int, int]],
+        copy: Callable[[Sequence[ObjectLocation]], list[ObjectResult]],
         results: list[ObjectResult],
         until: float,
     ) -> list[ObjectResult]:
-        """Copy a span of each object whose verdict is OK so far."""
+        """Copy a part of each object whose verdict is OK so far."""
         wanted = [at for at, result in enumerate(results) if result is OK]
         if wanted and time.monotonic() >= until:
             return [LATE if result is OK else result for result in results]
-        copied = self._copy([places[at] for at in wanted], [spans[at] for at in wanted], until) if wanted else []
+        copied = copy([places[at] for at in wanted]) if wanted else []
         for at, result in zip(wanted, copied, strict=True):
             # Looked at again: what was written late may lie in another's room, and must not be published.
             results[at] = self.check(places[at]) if result is OK else result
@@ -223,6 +226,10 @@ class StoreWriter(abc.ABC):
         self, places: Sequence[ObjectLocation], spans: Sequence[tuple[int, int]], until: float
     ) -> list[ObjectResult]:
         """Copy bytes `spans[i]` of `places[i]` out of the arena."""
+
+    @abc.abstractmethod
+    def _copy_headers(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
+        """Copy the header of each, with 0 for the generation word (:func:`layerflow.objects.stored_header`)."""
 
     @abc.abstractmethod
     def _publish(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
