@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from layerflow.config.fields import format_size
-from layerflow.errors import ConfigError
 from layerflow.sim.curve import CurvePoint
+from layerflow_cli.output_file import write_file
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 760, 380, 60, 50
 
@@ -35,10 +35,7 @@ def write_page(path: Path, name: str, points: Sequence[CurvePoint], knee: CurveP
         height=_HEIGHT,
         drawn="".join(_drawn(points, knee)),
     )
-    try:
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--html {path}: cannot be written: {error.strerror}") from None
+    write_file("--html", path, page)
 
 
 def _drawn(points: Sequence[CurvePoint], knee: CurvePoint | None) -> list[str]:

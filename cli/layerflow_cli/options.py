@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from layerflow.errors import ConfigError
+from layerflow_cli.output_file import checked_file
 
 
 def backend_names() -> list[str]:
@@ -53,9 +54,20 @@ DiskPath = Annotated[
     str | None,
     typer.Option("--disk-path", metavar="DIR", help="Also keep objects in DIR, across restarts; with memory only."),
 ]
+
+
+def _checked_json(context: typer.Context, option: typer.CallbackParam, path: Path | None) -> Path | None:
+    return path if path == STANDARD_OUTPUT else checked_file(context, option, path)
+
+
 JsonFile = Annotated[
     Path | None,
-    typer.Option("--json", metavar="[FILE]", help="The result as JSON in FILE; without FILE, on standard output."),
+    typer.Option(
+        "--json",
+        metavar="[FILE]",
+        help="The result as JSON in FILE; without FILE, on standard output.",
+        callback=_checked_json,
+    ),
 ]
 SettingItems = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting; may be repeated.")

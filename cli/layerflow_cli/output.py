@@ -22,6 +22,7 @@ from rich.table import Table
 
 from layerflow.errors import ConfigError
 from layerflow_cli.options import STANDARD_OUTPUT
+from layerflow_cli.output_file import write_file
 
 PLAIN_WIDTH = 160
 SILENT_S = 5.0
@@ -198,15 +199,17 @@ def write_json(path: Path, result: Any) -> None:
     """Write `result`; values that JSON lacks (paths, numpy numbers) as text or plain numbers, NaN as null.
 
     :param path: a file, or :data:`~layerflow_cli.options.STANDARD_OUTPUT`.
-    :raises ConfigError: the file cannot be written.
+    :raises ConfigError: the file cannot be written; the result is on standard output then.
     """
+    text = to_json(result)
     if path == STANDARD_OUTPUT:
-        print(to_json(result))
+        print(text)
         return
     try:
-        path.write_text(to_json(result) + "\n")
-    except OSError as error:
-        raise ConfigError(f"--json {path}: cannot be written: {error.strerror}") from None
+        write_file("--json", path, text + "\n")
+    except ConfigError:
+        print(text)
+        raise
 
 
 def to_json(result: Any) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
 from layerflow.errors import ConfigError
+from layerflow_cli.output_file import write_all, write_file
 
 if TYPE_CHECKING:
     from layerflow.tuning.search import Aim, Found, Gain
@@ -48,8 +49,8 @@ def tune_file(wanted: Wanted) -> None:
     from layerflow_cli.replay_view import against  # noqa: PLC0415
 
     aim, target = parse_aim(wanted.goal)
-    if wanted.output is not None and wanted.output.resolve() == wanted.config.resolve():
-        raise ConfigError(f"-o {wanted.output}: is the file that is tuned; write another one, and verify it first")
+    if wanted.output is not None:
+        _check_replaced(wanted.output, wanted.config)
     try:
         text = wanted.config.read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
@@ -81,18 +82,39 @@ def tune_file(wanted: Wanted) -> None:
         )
         for change in found.changes
     }
-    if changes:
-        written = edited(text, changes)
-        if wanted.output is not None:
-            try:
-                wanted.output.write_text(written, encoding="utf-8")
-            except OSError as error:
-                raise ConfigError(f"-o {wanted.output}: cannot be written: {error.strerror}") from None
-    if wanted.json_file is not None:
-        write_json(wanted.json_file, _plain(found, wanted))
+    written: list[Path] = []
+    tuned_text = edited(text, changes) if changes else None
+
+    def file() -> None:
+        if wanted.output is not None and tuned_text is not None:
+            write_file("-o", wanted.output, tuned_text)
+            written.append(wanted.output)
+
+    def figures() -> None:
+        if wanted.json_file is not None:
+            write_json(wanted.json_file, _plain(found, written))
+            return
+        for line in _told(found, wanted, target, written):
+            typer.echo(line)
+
+    write_all(file, figures)
+
+
+def _check_replaced(output: Path, config: Path) -> None:
+    """:raises ConfigError: what is there is the file that is tuned, or is no configuration."""
+    from layerflow.config.settings import Settings  # noqa: PLC0415
+    from layerflow.config.sources import read_toml  # noqa: PLC0415
+
+    if not output.is_file():
         return
-    for line in _told(found, wanted, target):
-        typer.echo(line)
+    if config.exists() and output.samefile(config):
+        raise ConfigError(f"-o {output}: is the file that is tuned; write another one, and verify it first")
+    try:
+        foreign = bool(read_toml(Settings, output).problems)
+    except ConfigError:
+        foreign = True
+    if foreign:
+        raise ConfigError(f"-o {output}: there is a file that is no configuration of layerflow; give another name")
 
 
 def parse_aim(text: str) -> tuple[Aim, float | None]:
@@ -109,7 +131,7 @@ def parse_aim(text: str) -> tuple[Aim, float | None]:
     return Aim(name), parse_duration(f"--goal {name}", target) if given else None
 
 
-def _told(found: Found, wanted: Wanted, target: float | None) -> Iterator[str]:
+def _told(found: Found, wanted: Wanted, target: float | None, written: Sequence[Path]) -> Iterator[str]:
     """What is recommended and what is not, in 80 columns."""
     aim = found.aim
     yield f"{wanted.trace.name}: {found.judged} settings were replayed, {wanted.config.name} among them."
@@ -136,13 +158,15 @@ def _told(found: Found, wanted: Wanted, target: float | None) -> Iterator[str]:
     yield ""
     if wanted.output is None:
         yield "Give -o FILE to have it written."
+    for path in written:
+        yield f"{path} is written. Is it better? layerflow tune --verify {path}"
+    if not written:
         return
-    yield f"{wanted.output} is written. Is it better? layerflow tune --verify {wanted.output}"
     if any(change.key == "pool.size" for change in found.changes):
         yield "pool.size needs a restart: it cannot be verified beside the file in force."
 
 
-def _plain(found: Found, wanted: Wanted) -> dict[str, Any]:
+def _plain(found: Found, written: Sequence[Path]) -> dict[str, Any]:
     suffix, factor = ("share", 1.0) if found.aim.value == "hit_tokens" else ("ms", 1e3)
 
     def gain(of: Gain | None) -> dict[str, Any] | None:
@@ -156,7 +180,7 @@ def _plain(found: Found, wanted: Wanted) -> dict[str, Any]:
         f"after_{suffix}": found.after * factor,
         "gain": gain(found.gain),
         "judged": found.judged,
-        "written": str(wanted.output) if wanted.output is not None and found.changes else None,
+        "written": str(written[0]) if written else None,
         "changes": [
             {"key": each.key, "before": each.before, "after": each.after, "gain": gain(each.gain)}
             for each in found.changes

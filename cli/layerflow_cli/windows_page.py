@@ -6,8 +6,8 @@ import html
 import math
 from pathlib import Path
 
-from layerflow.errors import ConfigError
 from layerflow.tuning.verify import Arm, Report
+from layerflow_cli.output_file import write_file
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 760, 380, 60, 50
 _LINES = 5
@@ -38,10 +38,7 @@ def write_page(path: Path, name: str, report: Report) -> None:
         height=_HEIGHT,
         drawn="".join(_drawn(report)),
     )
-    try:
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--html {path}: cannot be written: {error.strerror}") from None
+    write_file("--html", path, page)
 
 
 def _drawn(report: Report) -> list[str]:

@@ -184,6 +184,25 @@ def test_a_server_that_stands_still_is_waited_for(served: Served) -> None:
         again.join()
 
 
+def test_a_report_that_cannot_be_written_is_printed_and_changes_no_exit_code(
+    served: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    report = tmp_path / "gone" / "r.json"
+
+    def terminated(*_: object) -> None:
+        report.parent.rmdir()
+        raise SystemExit(143)
+
+    monkeypatch.setattr("layerflow.tuning.verify.verify", terminated)
+    report.parent.mkdir()
+    command = served.command("--verify", str(served.file("good.toml", GOOD)), "--json", str(report))
+    done = CliRunner().invoke(app, command[command.index("tune") :])
+    assert done.exit_code == 143 and "cannot be written" in done.stderr, done.output
+    assert json.loads(done.stdout)["changes"]
+    again = CliRunner().invoke(app, command[command.index("tune") :])
+    assert again.exit_code == 2 and again.stdout == "" and again.stderr.count("\n") == 1, "before the work"
+
+
 @pytest.mark.parametrize(
     ("text", "args", "words"),
     [

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from layerflow.agent import Control
 from layerflow.config.settings import Settings
 from layerflow.sim.replay import Replay, Trust
+from layerflow.tuning.recorded import RecordedJudge
 from layerflow.tuning.verify import look_of
 from layerflow_cli.main import app
 from tuning.loaded import BAD as SMALL_COPIES
@@ -80,6 +81,13 @@ def test_a_badly_tuned_file_is_changed_in_what_is_wrong_with_it(recorded: Record
         (("--goal", "exposed_p99=fast"), "write a time such as"),
         (("--also", "pool.sise"), "pool.size"),
         (("-o", "layerflow.toml"), "is the file that is tuned"),
+        (("-o", "hard.toml"), "is the file that is tuned"),
+        (("-o", "x.lfr"), "is a recording"),
+        (("-o", "pyproject.toml"), "no configuration of layerflow"),
+        (("-o", "letter"), "no configuration of layerflow"),
+        (("-o", "missing/tuned.toml"), "No such file"),
+        (("--json", "x.lfr"), "is a recording"),
+        (("--json", "missing/x.json"), "No such file"),
         (("--config", "other.toml"), "differ from what was recorded"),
         (("--config", "wrong.toml"), "did you mean transfer.prefetch_layers?"),
         (("--config", "/nonexistent.toml"), "cannot be read"),
@@ -91,10 +99,35 @@ def test_wrong_input_writes_nothing(
     monkeypatch.chdir(recorded.file.parent)
     Path("other.toml").write_text(FILE + "discard_partial_chunks = true\n")
     Path("wrong.toml").write_text("[transfer]\nprefetch_layer = 1\n")
+    Path("pyproject.toml").write_text("[project]\nname = 'x'\n")
+    Path("letter").write_text("Dear all,")
+    if not Path("hard.toml").exists():
+        Path("hard.toml").hardlink_to("layerflow.toml")
     there = {path.name: path.read_bytes() for path in Path().iterdir() if path.is_file()}
     given = args if "--config" in args else ("--config", "layerflow.toml", *args)
     _refused(words, "tune", "x.lfr", *given, *(() if "-o" in args else ("-o", "tuned.toml")))
     assert {path.name: path.read_bytes() for path in Path().iterdir() if path.is_file()} == there
+
+
+def test_a_file_that_cannot_be_written_at_the_end_costs_no_result(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    out, told_in = tmp_path / "gone" / "tuned.toml", tmp_path / "x.json"
+    out.parent.mkdir()
+    judged = RecordedJudge.current
+
+    def full(judge: RecordedJudge) -> Any:  # the work has begun
+        if out.parent.exists():
+            out.parent.rmdir()
+        return judged(judge)
+
+    monkeypatch.setattr(RecordedJudge, "current", full)
+    args = ("tune", str(recorded.trace), "--config", str(recorded.file), "-o", str(out))
+    done = invoke(*args, "--json", str(told_in))
+    assert done.exit_code == 2 and "cannot be written" in done.stderr
+    told = json.loads(told_in.read_text())
+    assert told["written"] is None and told["changes"]
+    assert sorted(tmp_path.iterdir()) == [told_in], "nothing is left beside it"
 
 
 def test_recordings_that_cannot_be_used(recorded: Recorded, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -9,13 +9,15 @@ import typer
 
 from layerflow.errors import ConfigError
 from layerflow_cli.options import Endpoint, JsonFile, backend_names
+from layerflow_cli.output_file import checked_folder
 
 
 def demo(
     json_file: JsonFile = None,
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where timeline.html and trace.json go.")] = Path(
-        "out"
-    ),
+    out: Annotated[
+        Path,
+        typer.Option("--out", metavar="DIR", help="Where timeline.html and trace.json go.", callback=checked_folder),
+    ] = Path("out"),
     shape: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="gqa, mla, hybrid or compressed; may be repeated. Default: all."),

@@ -23,6 +23,7 @@ from layerflow_cli.machine import (
     link_cost,
 )
 from layerflow_cli.options import ConfigFile, JsonFile, SettingItems, overrides
+from layerflow_cli.output_file import checked_file, write_all
 
 if TYPE_CHECKING:
     from layerflow.config.settings import Settings
@@ -90,7 +91,9 @@ def simulate(
     sample: Annotated[
         int, typer.Option(min=1, metavar="N", help="With --curve: look at one in N chunks, and tell the error.")
     ] = 1,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="With --curve: also as a page.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --curve: also as a page.", callback=checked_file)
+    ] = None,
     kv_dtype: KvDtype = "auto",
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Equal seeds, equal figures.")] = 0,
     file: ConfigFile = None,
@@ -264,11 +267,12 @@ def _curve(
             points.append(next(found))
     trust = _trust(points.pop(0), recorded) if recorded is not None else None
     best = knee(points) if trust is None or trust["trusted"] else None
-    if output.html is not None:
-        from layerflow_cli.curve_page import write_page  # noqa: PLC0415
 
-        write_page(output.html, trace.name, points, best)
-    if output.json_file is not None:
+    def figures() -> None:
+        if output.json_file is None:
+            for line in _plot(trace, points, best, output, trust):
+                typer.echo(line)
+            return
         rows = [
             {
                 "pool_size_bytes": point.arena_bytes,
@@ -280,9 +284,14 @@ def _curve(
         ]
         told = {"trust": trust, "eviction": output.eviction, "sample": output.sample, "points": rows}
         write_json(output.json_file, told | {"knee_bytes": best.arena_bytes if best is not None else None})
-        return
-    for line in _plot(trace, points, best, output, trust):
-        typer.echo(line)
+
+    def page() -> None:
+        from layerflow_cli.curve_page import write_page  # noqa: PLC0415
+
+        if output.html is not None:
+            write_page(output.html, trace.name, points, best)
+
+    write_all(page, figures)
 
 
 def _trust(own: CurvePoint, recorded: RecordedPrompts) -> dict[str, Any]:

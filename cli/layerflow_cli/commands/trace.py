@@ -14,12 +14,14 @@ from layerflow.endpoint import check_listened
 from layerflow.errors import ConfigError, SessionError
 from layerflow_cli.commands.status import endpoint_of
 from layerflow_cli.options import ConfigFile, Endpoint, JsonFile, parse_duration
+from layerflow_cli.output_file import checked_folder, write_all, write_folder
 
 if TYPE_CHECKING:
     from layerflow.observe.trace import StepTrace
 
 MOST_SHOWN = 200
 """Steps of one page: a browser draws more of them slowly."""
+_WHAT = ("timeline, for a browser", "trace, for ui.perfetto.dev")
 
 
 def trace(
@@ -31,7 +33,10 @@ def trace(
     ] = "60s",
     engine: Annotated[str, typer.Option("--engine", metavar="NAME", help="Of this engine only.")] = "",
     out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", help="Where timeline.html and trace.json are written.")
+        Path,
+        typer.Option(
+            "--out", metavar="DIR", help="Where timeline.html and trace.json are written.", callback=checked_folder
+        ),
     ] = Path("layerflow-trace"),
     endpoint: Endpoint = None,
     config: ConfigFile = None,
@@ -58,8 +63,11 @@ def trace(
         )
     if len(traces) > MOST_SHOWN:
         notes.append(f"The newest {MOST_SHOWN} of {len(traces):,} steps are shown; trace.json has all.")
-    paths = _write(traces, notes, out)
-    _show(traces, notes, paths, json_file)
+    paths: list[Path] = []
+    write_all(
+        lambda: paths.extend(_write(traces, notes, out)),
+        lambda: _show(traces, notes, paths, json_file),
+    )
 
 
 def _of_server(endpoint: str, seconds: float, engine: str, notes: list[str]) -> list[StepTrace]:
@@ -113,25 +121,20 @@ def _step(told: Mapping[str, Any], who: str, spans: bytes) -> StepTrace:
     return StepTrace(told["step"], told["session"], f"{who}, step {told['step']}", unpack_spans(spans, told["origin"]))
 
 
-def _write(traces: Sequence[StepTrace], notes: Sequence[str], out: Path) -> tuple[Path, Path]:
+def _write(traces: Sequence[StepTrace], notes: Sequence[str], out: Path) -> list[Path]:
     from layerflow.observe.timeline import render as render_page  # noqa: PLC0415
     from layerflow.observe.trace import render as render_perfetto  # noqa: PLC0415
 
-    page, perfetto = out / "timeline.html", out / "trace.json"
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        page.write_text(render_page(traces[-MOST_SHOWN:], "layerflow: the last steps", notes), encoding="utf-8")
-        perfetto.write_text(json.dumps(render_perfetto(traces)), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--out {out}: cannot be written: {error.strerror}") from None
-    return page, perfetto
+    page = render_page(traces[-MOST_SHOWN:], "layerflow: the last steps", notes)
+    return write_folder("--out", out, {"timeline.html": page, "trace.json": json.dumps(render_perfetto(traces))})
 
 
-def _show(traces: Sequence[StepTrace], notes: Sequence[str], paths: tuple[Path, Path], json_file: Path | None) -> None:
+def _show(traces: Sequence[StepTrace], notes: Sequence[str], paths: Sequence[Path], json_file: Path | None) -> None:
+    """:param paths: of the page and of the trace; empty = they could not be written."""
     from layerflow_cli.output import console, write_json  # noqa: PLC0415
 
-    found = {"steps": len(traces), "timeline": str(paths[0]), "perfetto": str(paths[1]), "notes": list(notes)}
-    found |= dict(_figures(traces))
+    found: dict[str, Any] = {"steps": len(traces), "timeline": None, "perfetto": None, "notes": list(notes)}
+    found |= dict(zip(("timeline", "perfetto"), map(str, paths), strict=False)) | dict(_figures(traces))
     if json_file is not None:
         write_json(json_file, found)
         return
@@ -140,8 +143,7 @@ def _show(traces: Sequence[StepTrace], notes: Sequence[str], paths: tuple[Path, 
         f"{len(traces):,} steps: loads {found['load_ms']:,.1f} ms, {found['load_exposed_ms']:,.1f} of it exposed; "
         f"saves {found['save_ms']:,.1f} ms, {found['save_exposed_ms']:,.1f} of it",
         *notes,
-        f"{paths[0]}  (timeline, for a browser)",
-        f"{paths[1]}  (trace, for ui.perfetto.dev)",
+        *(f"{path}  ({what})" for path, what in zip(paths, _WHAT, strict=False)),
     ]
     for line in lines:
         screen.print(line, soft_wrap=True, highlight=False)

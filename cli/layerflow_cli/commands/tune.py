@@ -16,6 +16,7 @@ from layerflow.endpoint import check_listened
 from layerflow.errors import ConfigError
 from layerflow_cli.commands.status import endpoint_of
 from layerflow_cli.options import ConfigFile, Endpoint, JsonFile, parse_duration
+from layerflow_cli.output_file import checked_file, write_all
 
 if TYPE_CHECKING:
     from layerflow.agent.control import Control
@@ -49,13 +50,18 @@ def tune(
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="With TRACE: write the changed file here.")
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="With TRACE: write the changed file here.", callback=checked_file
+        ),
     ] = None,
     also: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY", help="With TRACE: a key that needs a restart and may change too: pool.size."),
     ] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the windows as a page.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also draw the windows as a page.", callback=checked_file)
+    ] = None,
     endpoint: Endpoint = None,
     config: ConfigFile = None,
     json_file: JsonFile = None,
@@ -180,8 +186,13 @@ def _verify(
                 when,
                 lambda window: screen.print(_line(window), highlight=False),
             )
-        finally:
-            _show(report, path, html, json_file)
+        except BaseException:  # the way in which it ended counts, and its figures are not lost
+            try:
+                _show(report, path, html, json_file)
+            except ConfigError as error:
+                typer.echo(f"layerflow: {error}", err=True)
+            raise
+        _show(report, path, html, json_file)
     finally:
         control.close()
     return report
@@ -202,17 +213,20 @@ def _read(path: Path) -> bytes:
 
 
 def _show(report: Report, path: Path, html: Path | None, json_file: Path | None) -> None:
+    """:raises ConfigError: a file cannot be written; the figures are told all the same."""
     from layerflow_cli.output import write_json  # noqa: PLC0415
     from layerflow_cli.windows_page import write_page  # noqa: PLC0415
 
     told = report.plain()
-    if html is not None:
-        write_page(html, path.name, report)
-    if json_file is not None:
-        write_json(json_file, told)
-        return
-    for line in _told(report, told, path):
-        typer.echo(line)
+
+    def figures() -> None:
+        if json_file is not None:
+            write_json(json_file, told)
+            return
+        for line in _told(report, told, path):
+            typer.echo(line)
+
+    write_all(lambda: None if html is None else write_page(html, path.name, report), figures)
 
 
 def _told(report: Report, told: dict[str, Any], path: Path) -> Iterator[str]:

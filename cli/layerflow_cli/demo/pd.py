@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from rich.table import Table
 
-from layerflow.errors import ConfigError, LayerflowError
+from layerflow.errors import LayerflowError
 from layerflow.observe.logs import configure as configure_logs
 from layerflow.observe.timeline import render as render_timeline
 from layerflow.observe.trace import StepTrace
@@ -33,6 +33,7 @@ from layerflow_cli.demo.outcome import differing
 from layerflow_cli.demo.report import EXIT_WRONG
 from layerflow_cli.demo.workload import MAX_NEW_TOKENS, Workload, chosen_shapes, suitable_link
 from layerflow_cli.output import console, progress, write_json
+from layerflow_cli.output_file import write_all, write_folder
 from layerflow_engine import Engine
 from layerflow_engine.glue import attach
 from layerflow_engine.handoff import DecodeConnection, PrefillConnection
@@ -276,17 +277,14 @@ def _report(found: Sequence[Shape], figures: dict[str, Any], json_file: Path | N
         "the decoder loads each layer as it is stored, and computes the last token.",
         f"{MAX_NEW_TOKENS} tokens are decoded. One server; the link between engines and arena is emulated, both ways.",
     ]
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        page = render_timeline(traces, "layerflow demo: a decoder follows a prefiller's saves", notes)
-        (out / "timeline.html").write_text(page, encoding="utf-8")
-        (out / "trace.json").write_text(json.dumps(render_perfetto(traces)), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--out {out}: cannot be written: {error.strerror}") from None
+    page = render_timeline(traces, "layerflow demo: a decoder follows a prefiller's saves", notes)
+    texts = {"timeline.html": page, "trace.json": json.dumps(render_perfetto(traces))}
+    write_all(
+        lambda: write_folder("--out", out, texts),
+        lambda: None if json_file is None else write_json(json_file, figures),
+    )
     for path, what in (("timeline.html", "timeline, for a browser"), ("trace.json", "trace, for ui.perfetto.dev")):
         screen.print(f"{out / path}  ({what})", soft_wrap=True, highlight=False)
-    if json_file is not None:
-        write_json(json_file, figures)
     faulty = [shape.workload.shape for shape in found if shape.faulty]
     if faulty:
         console(stderr=True).print(f"layerflow: demo: wrong or not handed over: {', '.join(faulty)}", style="red")

@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.table import Table
 
 from layerflow.device import is_emulated
-from layerflow.errors import ConfigError
 from layerflow.observe.timeline import render as render_timeline
 from layerflow.observe.trace import render as render_perfetto
 from layerflow_cli.demo.outcome import Outcome
 from layerflow_cli.demo.pool import PoolUsed
 from layerflow_cli.demo.workload import SHAPES
 from layerflow_cli.output import console, write_json
+from layerflow_cli.output_file import write_all, write_folder
 
 EXIT_WRONG = 1
 
@@ -57,16 +57,20 @@ def report(
     out: Path,
     screen: Console,
 ) -> int:
-    """Write the files, print the table and the verdict; the exit code.
+    """Print the table, write the files, print the verdict; the exit code.
 
     :raises ConfigError: a file cannot be written.
     """
-    pages = _write(outcomes, link, pool, quick, out)
+    pages: list[Path] = []
     table, footnote = _table(outcomes, pool, quick), _footnote(outcomes, link, pool, runs)
     screen.print(table, footnote, sep="\n", soft_wrap=not screen.is_terminal, highlight=False)
-    if json_file is not None:
-        write_json(json_file, result(outcomes, link, pool, runs, quick))
-        pages.append(json_file)
+
+    def figures() -> None:
+        if json_file is not None:
+            write_json(json_file, result(outcomes, link, pool, runs, quick))
+            pages.append(json_file)
+
+    write_all(lambda: pages.extend(_write(outcomes, link, pool, quick, out)), figures)
     for path, what in zip(pages, ("timeline, for a browser", "trace, for ui.perfetto.dev", "figures"), strict=False):
         screen.print(f"{path}  ({what})", soft_wrap=True, highlight=False)
     return _verdict(outcomes, quick, screen)
@@ -102,14 +106,8 @@ def _write(outcomes: Sequence[Outcome], link: Link, pool: PoolUsed, quick: bool,
         notes.append("Tiny models (--quick): the times say nothing.")
     title = f"layerflow demo{pool.title}: loading a KV cache in bulk and layer by layer"
     page = render_timeline(traces, title, notes)
-    paths = [out / "timeline.html", out / "trace.json"]
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        paths[0].write_text(page, encoding="utf-8")
-        paths[1].write_text(json.dumps(render_perfetto(traces)), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--out {out}: cannot be written: {error.strerror}") from None
-    return paths
+    texts = {"timeline.html": page, "trace.json": json.dumps(render_perfetto(traces))}
+    return write_folder("--out", out, texts)
 
 
 def _table(outcomes: Sequence[Outcome], pool: PoolUsed, quick: bool) -> Table:
