@@ -77,7 +77,7 @@ class Exporting:
         nbytes = HEADER_BYTES + PAYLOAD
         places = pack_u64([OFFSET, OPEN_OFFSET]), pack_u64([nbytes, nbytes])
         self.grants.lend(
-            Lend(7, TOKEN, KEY + OPEN_KEY, *places, pack_u32([4, 0]), pack_u64([nbytes, HEADER_BYTES]), LEASE_KEY)
+            Lend(7, TOKEN, pack_u32([0, 1]), KEY + OPEN_KEY, *places, pack_u32([4, 0]), pack_u64([nbytes, HEADER_BYTES]), LEASE_KEY)
         )
 
     @property

@@ -50,7 +50,7 @@ class Middle:
         sizes = pack_u64([place.nbytes for place in self.places])
         offsets = pack_u64([place.offset for place in self.places])
         keys = b"".join(place.key for place in self.places)
-        grants.lend(Lend(7, TOKEN, keys, offsets, sizes, pack_u32([2] * COUNT), sizes, LEASE_KEY))
+        grants.lend(Lend(7, TOKEN, pack_u32(range(COUNT)), keys, offsets, sizes, pack_u32([2] * COUNT), sizes, LEASE_KEY))
         self.relay = Relay(f"127.0.0.1:{links.port}")
         key = reader_key_of(EXPORTER_KEY, READER)
         self.origin = Origin("p", "tcp", f"127.0.0.1:{self.relay.port}", b"i" * 16, READER, key, TOKEN, LEASE_KEY)

@@ -60,8 +60,8 @@ class RawClient:
     def lookup(self, request: str, digests: list[bytes], **more: Any) -> wire.Lookup:
         """A lookup of whole chunks, with one token behind them."""
         number, tokens = next(self._ids), len(digests) * self.spec.chunk_tokens + 1
-        given = {"tail": bytes(16)} | more
-        return wire.Lookup(number, request, bytes(16), b"".join(digests), tokens, 60_000, **given)
+        given = {"tail": bytes(16), "root": bytes(16)} | more
+        return wire.Lookup(number, request, digests=b"".join(digests), tokens=tokens, lease_ms=60_000, **given)
 
     def close(self) -> None:
         self.say(wire.Bye())

@@ -22,6 +22,7 @@ from layerflow.server.peers import lending
 from layerflow.system import numbers
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
+from layerflow.wire.host_messages import Lend
 from layerflow.wire.packing import unpack_u32, unpack_u64
 from server.raw import RawClient, RawReader
 from server.support import Embed, worker_on
@@ -272,6 +273,59 @@ def test_pins_of_a_lease_stay_until_the_exporter_has_said_that_nothing_is_read(
     server.call(lambda: lender._withdrawn(number))
     assert (lease.state, leases(server), pinned(server)) == (lending.PeerLeaseState.OVER, 0, 0)
     monkeypatch.undo()
+
+
+def test_what_is_asked_for_and_missing_costs_the_exporter_nothing_and_a_lease_is_its_readers(
+    embed: Embed, reader_of: Readers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = embed(peers__serve=True)
+    [key, *_] = stored(server, 64)
+    reader, lender, told = reader_of(server), server.server.peers.lending, list[Lend]()
+    send = lender.exporting.send
+    monkeypatch.setattr(lender.exporting, "send", lambda message: told.append(message) or send(message))
+    reader.look([*(os.urandom(24) for _ in range(4000)), key])
+    found = reader.hear(wire.PeerFound)
+    [lend] = told
+    assert (lend.keys, unpack_u32(lend.positions, 1, "positions").tolist()) == (key, [4000])
+    account = server.call(lambda: server.server.sessions.readers()[0].account)
+    assert account.entries == 1 and account.nbytes >= lending.LENT_BYTES
+    reader.say(wire.PeerRelease(found.lease))
+    assert eventually(lambda: server.call(lambda: account.entries) == 0)
+
+
+def test_lookups_that_waited_together_get_no_more_leases_than_a_reader_or_client_may_have(
+    embed: Embed, reader_of: Readers
+) -> None:
+    server = embed(peers__serve=True, peers__max_leases=2, server__max_leases=2)
+    worker = worker_on(server, spec=SPEC, engine="p")
+    chain = worker.prompt(64)
+    worker.serve(chain)
+    keys = [object_key(digest, 0, SPEC.shard) for digest in chain.digests]
+    reader, client = reader_of(server), RawClient(server.context, server.endpoint, SPEC, "d")
+    for number in range(4):
+        reader.look(keys, handoff="h", wait_ms=20_000)
+        client.say(client.lookup(f"r{number}", list(chain.digests), root=chain.parent(0), handoff="h", follow_ms=20_000))
+    client.beat()
+    p = RawClient(server.context, server.endpoint, SPEC, "p")
+    p.say(wire.OpenHandoff(9, "h", chain.parent(0), b"".join(chain.digests), len(chain), chain.tail, 0, 60_000))
+    answers = [client.hear(wire.Found) for _ in range(4)]
+    refused = [answer for answer in answers if isinstance(answer, wire.Problem)]
+    assert len(refused) == 2 and all("server.max_leases = 2" in answer.message for answer in refused)
+    assert eventually(lambda: leases(server) == 2)
+    assert "peers.max_leases = 2" in reader.hear(wire.Problem).message
+    assert "peers.max_leases = 2" in reader.hear(wire.Problem).message
+    assert leases(server) == 2
+    reader.say(wire.PeerBeat(1.0, [*range(9_000, 9_002), *reader_leases(server)]))
+    while (beat := reader.hear(wire.PeerBeat)).sent != 1.0:
+        pass
+    assert not beat.renew, "numbers behind as many as a reader may have are not looked at"
+    client.close()
+    p.close()
+    worker.agent.close()
+
+
+def reader_leases(server: EmbeddedServer) -> list[int]:
+    return server.call(lambda: sorted(server.server.sessions.readers()[0].leases))
 
 
 @pytest.mark.parametrize("before", [1 << 16, 1 << 32, 1 << 63], ids=["2**16", "2**32", "2**63"])

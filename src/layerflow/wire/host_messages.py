@@ -140,6 +140,7 @@ class Clear(msgspec.Struct, tag="clear", frozen=True):
 class Lend(msgspec.Struct, tag="lend", frozen=True):
     """To an exporter: who shows `token` may read these objects, from now until Withdraw.
 
+    :param positions: u32 each, ascending: a reader names each object by its place among the keys that it has asked for.
     :param keys: 24 bytes each. :param offsets: u64 each: the header's place in the arena. :param nbytes: u64 each.
     :param blocks: u32 each; 0 = the object is being saved, and has no header yet.
     :param stored: u64 each: so many leading bytes may be read.
@@ -148,6 +149,7 @@ class Lend(msgspec.Struct, tag="lend", frozen=True):
 
     lease: int
     token: bytes
+    positions: bytes
     keys: bytes
     offsets: bytes
     nbytes: bytes

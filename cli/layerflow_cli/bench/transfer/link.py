@@ -112,7 +112,8 @@ def _exported(which: str, source: SharedMemory, target: SharedMemory, places: li
             raise LayerflowError(f"the exporter did not start: {up}")
         sizes, keys = pack_u64([place.nbytes for place in places]), b"".join(place.key for place in places)
         offsets, blocks = pack_u64([place.offset for place in places]), pack_u32([1] * len(places))
-        ours.sendall(encode(Lend(1, token, keys, offsets, sizes, blocks, sizes, lease_key)))
+        positions = pack_u32(range(len(places)))
+        ours.sendall(encode(Lend(1, token, positions, keys, offsets, sizes, blocks, sizes, lease_key)))
         origin = Origin(
             "bench", which, f"127.0.0.1:{up.details['port']}", incarnation, reader,
             reader_key_of(exporter_key, reader), token, lease_key,

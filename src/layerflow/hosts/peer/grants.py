@@ -67,20 +67,29 @@ The reader gives a link up on which nothing comes for twice as long (``STALL_S``
 
 
 @dataclass(slots=True, eq=False)
+class LentObject:
+    """One object of a lease, as :class:`.host_messages.Lend` tells of it. `stored` grows under the lock of
+    :class:`Grants`."""
+
+    key: bytes
+    offset: int
+    nbytes: int
+    blocks: int
+    stored: int
+
+
+@dataclass(slots=True, eq=False)
 class ReadGrant:
     """One lease. Fields change under the lock of :class:`Grants`.
 
+    :param objects: by their positions in the lease; of what was asked for and is not lent there is none.
     :param seal: tags what is read of it.
     :param reading: the connections that read it now.
     """
 
     lease: int
     token: bytes
-    keys: list[bytes]
-    offsets: list[int]
-    nbytes: list[int]
-    blocks: list[int]
-    stored: list[int]
+    objects: dict[int, LentObject]
     seal: RangeSeal
     withdrawn: bool = False
     reading: list[socket.socket] = field(default_factory=list)
@@ -88,7 +97,7 @@ class ReadGrant:
     def tag(self, item: tuple[int, int, int], data: memoryview) -> bytes:
         """The tag of an item whose bytes are `data`."""
         position, start, _ = item
-        return self.seal.tag(self.keys[position], start, data)
+        return self.seal.tag(self.objects[position].key, start, data)
 
     def tail(self, read: Callable[[int, int], bytes], item: tuple[int, int, int], tag: bytes) -> bytes:
         """What is said of an item behind its bytes: whether they count, with their tag where they do.
@@ -105,17 +114,16 @@ class ReadGrant:
         """
         if self.withdrawn:
             return GONE
-        if not (0 <= position < len(self.keys) and 0 < length <= MAX_RANGE_BYTES):
+        lent = self.objects.get(position)
+        if lent is None or not 0 < length <= MAX_RANGE_BYTES or start + length > lent.nbytes:
             return OUTSIDE
-        if start + length > self.nbytes[position]:
-            return OUTSIDE
-        if start + length > self.stored[position]:
+        if start + length > lent.stored:
             return NOT_YET
-        if self.blocks[position]:
+        if lent.blocks:
             # The pool wipes the header of a place that it gives to another object, before that is written there.
-            header = read(self.offsets[position], HEADER_BYTES)
+            header = read(lent.offset, HEADER_BYTES)
             try:
-                check_header(header, self.keys[position], self.blocks[position])
+                check_header(header, lent.key, lent.blocks)
             except PoolError:
                 return GONE
         return READ
@@ -143,15 +151,21 @@ class Grants:
 
         :raises PoolError: its lists do not fit together, or it leaves the arena.
         """
-        offsets, nbytes = list_u64(message.offsets), list_u64(message.nbytes)
-        blocks, stored = list_u32(message.blocks), list_u64(message.stored)
-        keys = split_keys(message.keys)
-        if {len(offsets), len(nbytes), len(blocks), len(stored)} != {len(keys)}:
+        columns = (
+            split_keys(message.keys),
+            list_u64(message.offsets),
+            list_u64(message.nbytes),
+            list_u32(message.blocks),
+            list_u64(message.stored),
+        )
+        positions = list_u32(message.positions)
+        if {len(column) for column in columns} != {len(positions)}:
             raise PoolError(f"lease {message.lease}: lists of different lengths")
-        if any(at + size > self._arena_bytes for at, size in zip(offsets, nbytes, strict=True)):
+        objects = dict(zip(positions, map(LentObject, *columns), strict=True))
+        if any(lent.offset + lent.nbytes > self._arena_bytes for lent in objects.values()):
             raise PoolError(f"lease {message.lease}: an object leaves the arena")
         seal = RangeSeal(message.lease_key, message.token)
-        grant = ReadGrant(message.lease, message.token, keys, offsets, nbytes, blocks, stored, seal)
+        grant = ReadGrant(message.lease, message.token, objects, seal)
         with self._changed:
             self._by_token[grant.token] = self._by_lease[grant.lease] = grant
             self._changed.notify_all()
@@ -163,7 +177,8 @@ class Grants:
             if grant is not None:
                 pairs = zip(list_u32(message.positions), list_u64(message.stored), strict=True)
                 for position, stored in pairs:
-                    grant.stored[position] = max(grant.stored[position], stored)
+                    lent = grant.objects[position]
+                    lent.stored = max(lent.stored, stored)
                 self._changed.notify_all()
 
     def wait(self, grant: ReadGrant, position: int, end: int, until: float) -> None:
@@ -173,7 +188,7 @@ class Grants:
         """
         with self._changed:
             self._changed.wait_for(
-                lambda: grant.withdrawn or grant.stored[position] >= end, max(0.0, until - time.monotonic())
+                lambda: grant.withdrawn or grant.objects[position].stored >= end, max(0.0, until - time.monotonic())
             )
 
     def withdraw(self, lease: int) -> None:

@@ -208,7 +208,7 @@ class _Section(LentLink):
         for item in items:
             position, start, length = item
             data = self._copied[done : done + length]
-            if os.preadv(arena.fd, [data], grant.offsets[position] + start) != length:
+            if os.preadv(arena.fd, [data], grant.objects[position].offset + start) != length:
                 raise OSError(f"the arena ends before {length} bytes of object {position}")
             # Tagged where nobody else can write: whoever reaches the library's data plane may write to the window.
             tails.append(grant.tail(arena.read, item, grant.tag(item, data)))

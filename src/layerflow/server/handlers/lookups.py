@@ -200,6 +200,7 @@ class LookupHandler:
             # What has come by then counts; what comes later, for the next lookup of the prompt, while the lease lasts.
             come_by = received_at + sources.settings.lookup_timeout_ms / 1e3 if until is None else until
             lease_until = lookup.lease_ms / 1e3 + (time.monotonic() if until is None else until)
+            check_leases(session, lookup.request, self._context.settings().max_leases)
             session.hit_leases[lookup.request] = lease_until
             incoming = self._context.driver.incoming
             incoming.lease(pieces, lease_owner(session.engine, lookup.request), lease_until)
@@ -273,6 +274,8 @@ class LookupHandler:
         if not (hit.tokens or hit.tails):
             return b"", b""
         pool, sources, message = self._context.pool, self._context.sources, asked.message
+        # Many lookups may have waited, for one hand-off or save: each lease is counted where it is made.
+        check_leases(session, message.request, self._context.settings().max_leases)
         session.hit_leases[message.request] = until
         coming = lease_owner(session.engine, message.request)
         packed: list[bytes] = []

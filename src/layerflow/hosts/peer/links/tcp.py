@@ -133,7 +133,7 @@ class _Stream(LentLink):
         tags = []
         for item in items:
             position, start, length = item
-            at = grant.offsets[position] + start
+            at = grant.objects[position].offset + start
             # Ahead of its bytes, so that the reader, which waits for the tails, has them as soon as the last byte.
             tags.append(grant.tag(item, view[at : at + length]))
             for piece in range(at, at + length, PIECE_BYTES):
