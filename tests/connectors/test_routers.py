@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -94,8 +95,9 @@ class DirectControl:
 
     def describe_chunks(self, chunks: Sequence[ChunkDescription], timeout_s: float) -> None:
         for chunk in chunks:
-            self._server().journal.describe(SPEC, Described(chunk.digest, chunk.parent, chunk.tokens, chunk.extra))
-            for _ in self._server().journal.shrink():
+            journal = self._server().journal
+            described = Described(chunk.digest, chunk.parent, chunk.tokens, chunk.extra)
+            for _ in itertools.chain(journal.describe(SPEC, described), journal.shrink()):
                 pass
 
     def read_chunks(self, epoch: int, after: int, begun: int, timeout_s: float) -> ChunkChanges:

@@ -75,10 +75,9 @@ class Exporting:
         header = pack_header(KEY, blocks=4, tokens=16, payload=PAYLOAD)
         self.arena.view[OFFSET : OFFSET + HEADER_BYTES + PAYLOAD] = header + self.payload
         nbytes = HEADER_BYTES + PAYLOAD
-        places = pack_u64([OFFSET, OPEN_OFFSET]), pack_u64([nbytes, nbytes])
-        self.grants.lend(
-            Lend(7, TOKEN, pack_u32([0, 1]), KEY + OPEN_KEY, *places, pack_u32([4, 0]), pack_u64([nbytes, HEADER_BYTES]), LEASE_KEY)
-        )
+        places = pack_u64([OFFSET, OPEN_OFFSET]), pack_u64([nbytes, nbytes]), pack_u32([4, 0])
+        stored = pack_u64([nbytes, HEADER_BYTES])
+        self.grants.lend(Lend(7, TOKEN, pack_u32([0, 1]), KEY + OPEN_KEY, *places, stored, LEASE_KEY))
 
     @property
     def address(self) -> str:

@@ -30,6 +30,7 @@ class FakePeer:
     def __init__(self, name: str) -> None:
         self.target, self.welcome = SimpleNamespace(name=name), SimpleNamespace(incarnation=bytes(16))
         self.said: list[Message] = []
+        self.up, self.reason = True, ""
 
     def send(self, message: Message) -> bool:
         self.said.append(message)

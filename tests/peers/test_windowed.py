@@ -112,7 +112,8 @@ class Both:
             self.places.append(ObjectLocation(keys[-1], at * STRIDE, 0, LAYER_BYTES, LAYERS, 2, 16, position=at))
         sizes = pack_u64([HEADER_BYTES + PAYLOAD] * COUNT)
         offsets = pack_u64([at * STRIDE for at in range(COUNT)])
-        self.grants.lend(Lend(7, TOKEN, pack_u32(range(COUNT)), b"".join(keys), offsets, sizes, pack_u32([2] * COUNT), sizes, LEASE_KEY))
+        positions, blocks = pack_u32(range(COUNT)), pack_u32([2] * COUNT)
+        self.grants.lend(Lend(7, TOKEN, positions, b"".join(keys), offsets, sizes, blocks, sizes, LEASE_KEY))
         address, key = f"127.0.0.1:{self.links.port}", reader_key_of(EXPORTER_KEY, READER)
         self.origin = Origin("owner", "local", address, INCARNATION, READER, key, TOKEN, LEASE_KEY)
 

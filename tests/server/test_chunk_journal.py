@@ -93,7 +93,7 @@ def test_every_reader_ends_with_what_is_there(seed: int, room: int, monkeypatch:
         digest = rng.choice(digests[spec.fingerprint])
         act = rng.random()
         if act < 0.3:
-            journal.describe(spec, Described(digest, b"", TOKENS, b""))
+            finish(journal.describe(spec, Described(digest, b"", TOKENS, b"")))
             finish(journal.shrink())
         elif act < 0.7:
             for key in keys_of(spec, digest):
@@ -129,7 +129,7 @@ def test_an_engine_that_attaches_reads_what_is_there_in_slices() -> None:
     digests = [number.to_bytes(DIGEST_BYTES, "big") for number in range(5000)]
     for digest in digests:
         places.arena.update(object_key(digest, group, spec.shard) for group in (0, 1))
-        journal.describe(spec, Described(digest, b"", TOKENS, b""))
+        finish(journal.describe(spec, Described(digest, b"", TOKENS, b"")))
     others = spec_of("two")
     turns = sum(1 for _ in journal.read(others.fingerprint, 0, 0, 256))
     assert turns == 5000 // chunk_journal.READ_AT_ONCE, "another model's chunks are passed over in turns"
@@ -148,3 +148,44 @@ def test_an_engine_that_attaches_reads_what_is_there_in_slices() -> None:
 def test_another_server_is_read_from_the_beginning() -> None:
     journal = ChunkJournal(Places().where, lambda: 1 << 40)
     assert finish(journal.read(b"", 5, 5, 1)).lost
+
+
+def test_an_answer_is_bounded_by_its_bytes_too() -> None:
+    places, spec = Places(), spec_of("one")
+    journal = ChunkJournal(places.where, lambda: 1 << 40)
+    digests = [number.to_bytes(DIGEST_BYTES, "big") for number in range(5)]
+    for digest in digests:
+        places.arena.update(object_key(digest, group, spec.shard) for group in (0, 1))
+        finish(journal.describe(spec, Described(digest, b"", TOKENS, bytes(1000))))
+    each = len(TOKENS) + 1000
+    read = finish(journal.read(spec.fingerprint, 0, 0, 256, 2 * each))
+    assert [change.digest for change in read.changes] == digests[:2] and read.more
+    read = finish(journal.read(spec.fingerprint, read.upto, read.begun, 256, 1))
+    assert [change.digest for change in read.changes] == digests[2:3] and read.more, "one at least"
+    read = finish(journal.read(spec.fingerprint, read.upto, read.begun, 256))
+    assert [change.digest for change in read.changes] == digests[3:] and not read.more
+
+
+def test_another_models_description_of_a_digest_changes_nothing() -> None:
+    places, spec = Places(), spec_of("one")
+    journal = ChunkJournal(places.where, lambda: 1 << 40)
+    [digest] = digests = [bytes(DIGEST_BYTES)]
+    places.arena.update(object_key(digest, group, spec.shard) for group in (0, 1))
+    finish(journal.describe(spec, Described(digest, b"", TOKENS, b"mine")))
+    before = journal.statistics()
+    finish(journal.describe(spec_of("two", 2), Described(digest, b"", TOKENS, b"theirs")))
+    assert journal.statistics() == before
+    read = finish(journal.read(spec.fingerprint, 0, 0, 256))
+    assert [(change.digest, change.chunk.extra) for change in read.changes if change.chunk] == [(*digests, b"mine")]
+
+
+def test_keys_of_many_groups_and_shards_are_made_and_looked_at_in_turns() -> None:
+    plane = (Plane("k", "uint8", (8,)),)
+    groups = tuple(GroupSpec("full", 8, (layer,), plane) for layer in range(8))
+    spec = ModelSpec("wide", "wide", groups, Shard(0, 512), chunk_tokens=8)
+    journal = ChunkJournal(Places().where, lambda: 1 << 40)
+    assert chunk_journal.keys_of_chunk(spec) == chunk_journal.MOST_KEYS
+    turns = sum(1 for _ in journal.describe(spec, Described(bytes(DIGEST_BYTES), b"", TOKENS, b"")))
+    assert turns == chunk_journal.MOST_KEYS // chunk_journal.KEYS_AT_ONCE
+    finish(journal.describe(spec, Described(b"x" * DIGEST_BYTES, b"", TOKENS, b"")))
+    assert sum(1 for _ in journal.look_again()) == 2

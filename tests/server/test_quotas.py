@@ -18,8 +18,10 @@ from layerflow.agent.handshake import Handshake, dial
 from layerflow.errors import DeadlineExceeded
 from layerflow.server import EmbeddedServer
 from layerflow.server.plans import PinnedHits
+from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
+from server.raw import RawClient
 from server.support import Embed, observe, worker_on
 
 SPEC = small_spec(2, content="quotas")
@@ -148,6 +150,17 @@ def test_each_limit_of_a_lookup(embed: Embed, client_of: Any) -> None:
     assert isinstance(client.look("r", 4 * SPEC.chunk_tokens), wire.Found)
     assert refused(client.look("r", 5 * SPEC.chunk_tokens), "max_lookup_objects")
     assert refused(client.look("r", 20, lease_ms=101_000), "max_deadline_s")
+
+
+def test_a_chunk_with_too_many_objects_is_not_described(embed: Embed) -> None:
+    server = embed()
+    groups = tuple(GroupSpec("full", 4, (number,), (Plane("k", "uint8", (8,)),)) for number in range(5))
+    wide = ModelSpec("wide", "c", groups, shard=Shard(0, 1024), chunk_tokens=16)
+    client = RawClient(server.context, server.endpoint, wide)
+    client.say(wire.DescribeChunks([wire.ChunkDescription(DIGEST, b"", bytes(64))]))
+    assert refused(client.hear(wire.Beat), "groups x shards")
+    assert server.call(lambda: server.server._journal.described) == 0
+    client.close()
 
 
 def test_leases_are_counted_and_come_back(embed: Embed) -> None:

@@ -304,7 +304,8 @@ def test_lookups_that_waited_together_get_no_more_leases_than_a_reader_or_client
     reader, client = reader_of(server), RawClient(server.context, server.endpoint, SPEC, "d")
     for number in range(4):
         reader.look(keys, handoff="h", wait_ms=20_000)
-        client.say(client.lookup(f"r{number}", list(chain.digests), root=chain.parent(0), handoff="h", follow_ms=20_000))
+        more = {"root": chain.parent(0), "handoff": "h", "follow_ms": 20_000}
+        client.say(client.lookup(f"r{number}", list(chain.digests), **more))
     client.beat()
     p = RawClient(server.context, server.endpoint, SPEC, "p")
     p.say(wire.OpenHandoff(9, "h", chain.parent(0), b"".join(chain.digests), len(chain), chain.tail, 0, 60_000))

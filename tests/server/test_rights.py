@@ -12,6 +12,7 @@ import zmq
 from e2e.known import PATIENCE_S, KnownWorker, eventually, small_spec
 from structlog.testing import capture_logs
 
+from layerflow.agent import Control
 from layerflow.agent.handshake import ClientKeys, Handshake, dial
 from layerflow.errors import ConfigError, RemoteError
 from layerflow.keys import Chain, root_digest
@@ -193,6 +194,30 @@ def test_a_key_that_acts_for_an_engine_resets_it_and_hands_its_prompts_over(door
 
 
 PEER_HELLO = wire.PeerHello("test", b"r" * 16, 1)
+
+
+@pytest.mark.parametrize("who", ["acts", "other"])
+def test_chunks_are_told_to_who_acts_for_an_engine_that_runs_their_model_here(doors: Doors, who: str) -> None:
+    here = Control(doors.server.endpoint, "vllm-0", SPEC, context=doors.server.context)
+    mine = wire.ChunkDescription(CHAIN.digests[0], b"", bytes(4 * SPEC.chunk_tokens), b"a tenant's salt")
+    here.describe_chunks([mine])
+    client = doors.attached(who, {"acts": "vllm-0", "other": "vllm-1"}[who])
+    forged = wire.ChunkDescription(CHAIN.digests[1], b"", bytes(4 * SPEC.chunk_tokens), b"forged")
+    try:
+        client.send(wire.ReadChunks(5))
+        if who == "acts":
+            told = client.expect(wire.ChunkChanges, soon(), 5)
+            assert [each.extra for each in told.chunks] == [mine.extra]
+            return
+        with pytest.raises(RemoteError, match="no worker of an engine that key"):
+            client.expect(wire.ChunkChanges, soon(), 5)
+        client.send(wire.DescribeChunks([forged]))
+        client.send(wire.StatusRequest(6))
+        with pytest.raises(RemoteError, match="no worker of an engine that key"):
+            client.expect(wire.Status, soon(), 6)
+        assert [each.extra for each in here.read_chunks().chunks] == [mine.extra]
+    finally:
+        here.close()
 
 
 @pytest.mark.parametrize(("who", "may"), [("looks", False), ("acts", False), ("reads", True), ("peers", True)])

@@ -29,9 +29,16 @@ MOST_PARTITIONS = 4
 SEGMENT = 512
 READ_AT_ONCE = 128
 """Entries looked at, or descriptions dropped, before others get their turn."""
+KEYS_AT_ONCE = 512
+"""Keys that are made or looked at before others get their turn: 1.3 ms."""
+MOST_KEYS = 4096
+"""Of one chunk: 512 shards with 8 groups. Each object of a chunk that comes or goes has all of them looked at."""
 RECORD_BYTES, KEY_BYTES = 680, 110
 """What a description takes beside its tokens and extra keys, and of it each object's key: tracemalloc has 790 with one
 key, of 10^5 descriptions, and 1,460 with eight."""
+
+MOST_READ_BYTES = 1 << 20
+"""Of tokens and extra keys in one answer: 256 chunks of 256 tokens have a quarter. One chunk may have a third."""
 
 Where = Callable[[Sequence[bytes]], int]
 """Where all of some objects are: ABSENT, ARENA or TIER."""
@@ -92,7 +99,7 @@ class _Record:
 
     :param model: fingerprint. :param groups: how many the model has.
     :param chunk: None = it is only remembered as gone.
-    :param keys: of each partition that describes it: keys by group.
+    :param keys: of each partition that describes it: keys by group. :param objects: how many keys these are.
     """
 
     model: bytes
@@ -100,8 +107,14 @@ class _Record:
     chunk: Described | None
     keys: list[list[list[bytes]]]
     states: bytes
+    objects: int = 0
     number: int = 0
     segment: _Segment | None = None
+
+
+def keys_of_chunk(spec: ModelSpec) -> int:
+    """How many objects a chunk of this model has."""
+    return len(spec.own.groups) * len(spec.own.shard.peers())
 
 
 class ChunkJournal:
@@ -135,22 +148,36 @@ class ChunkJournal:
         """A snapshot."""
         return DescribedStatistics(len(self._there), len(self._absent), self.nbytes, self.forgotten)
 
-    def describe(self, spec: ModelSpec, chunk: Described) -> None:
-        """An engine of this model has stored, stores, or has hit a chunk. :meth:`shrink` is due then."""
-        record = self._there.get(chunk.digest) or self._absent.get(chunk.digest)
+    def describe(self, spec: ModelSpec, chunk: Described) -> Generator[None, None, None]:
+        """An engine of this model has stored, stores, or has hit a chunk; in slices. :meth:`shrink` is due then.
+
+        A digest is of one model: whoever describes it for another is not listened to.
+
+        :param spec: with at most :data:`MOST_KEYS` objects of a chunk, see :func:`keys_of_chunk`.
+        """
         own = spec.own
         shards, groups = own.shard.peers(), range(len(own.groups))
-        keys = [object_keys([chunk.digest], [group], shards) for group in groups]
+        keys, made = [], 0
+        for group in groups:
+            keys.append(object_keys([chunk.digest], [group], shards))
+            made += len(shards)
+            if made >= KEYS_AT_ONCE:
+                made = 0
+                yield
+        record = self._there.get(chunk.digest) or self._absent.get(chunk.digest)
         if record is None:
             known = self._gone.pop(chunk.digest, None)
-            record = _Record(spec.fingerprint, len(groups), chunk, [keys], bytes(len(groups)))
+            record = _Record(spec.fingerprint, len(groups), chunk, [keys], bytes(len(groups)), keys_of_chunk(spec))
             if known is not None:
                 record.number, record.segment = known.number, known.segment
             self._absent[chunk.digest] = record
             self.nbytes += _size(record)
+        elif record.model != spec.fingerprint:
+            return
         elif keys not in record.keys:
             self.nbytes -= _size(record)
             record.keys = [*record.keys, keys][-MOST_PARTITIONS:]
+            record.objects = sum(len(group) for partition in record.keys for group in partition)
             self.nbytes += _size(record)
         (self._there if any(record.states) else self._absent).move_to_end(chunk.digest)
         self._look(chunk.digest, record)
@@ -176,31 +203,39 @@ class ChunkJournal:
 
     def look_again(self) -> Generator[None, None, None]:
         """Much has changed at once: look at every chunk, some at a time."""
-        digests = list(self._there) + list(self._absent)
-        for at, digest in enumerate(digests):
-            self.object_changed(digest)
-            if at % READ_AT_ONCE == READ_AT_ONCE - 1:
+        digests, looked = list(self._there) + list(self._absent), 0
+        for digest in digests:
+            record = self._there.get(digest) or self._absent.get(digest)
+            if record is not None:
+                self._look(digest, record)
+                looked += max(record.objects, KEYS_AT_ONCE // READ_AT_ONCE)
+            if looked >= KEYS_AT_ONCE:
+                looked = 0
                 yield
 
-    def read(self, model: bytes, after: int, begun: int, most: int) -> Generator[None, None, Read]:
+    def read(
+        self, model: bytes, after: int, begun: int, most: int, most_bytes: int = MOST_READ_BYTES
+    ) -> Generator[None, None, Read]:
         """What has changed of a model's chunks, in slices.
 
         :param after: the last number that was read; 0 = from the beginning.
         :param begun: what the read from 0 has told. A chunk that went before was never told to this reader.
-        :param most: changes.
+        :param most: changes. :param most_bytes: of their tokens and extra keys, but for the last one's.
         """
         begun = begun if after else self._number
         if after > self._number or begun > self._number:
             return Read([], 0, True, 0, lost=True)
         changes: list[ChunkChange] = []
-        upto, looked = after, 0
+        upto, looked, nbytes = after, 0, 0
         while (entry := self._next(upto)) is not None and self._dropped <= max(upto, begun):
-            if len(changes) >= most:
+            if len(changes) >= most or nbytes >= most_bytes:
                 return Read(changes, upto, True, begun)
             upto, digest = entry
             record = self._record(digest)
             if record is not None and record.number == upto and record.model == model and (after or any(record.states)):
-                changes.append(ChunkChange(digest, record.states, record.chunk if any(record.states) else None))
+                chunk = record.chunk if any(record.states) else None
+                nbytes += len(chunk.tokens) + len(chunk.extra) if chunk is not None else 0
+                changes.append(ChunkChange(digest, record.states, chunk))
             looked += 1
             if looked % READ_AT_ONCE == 0:
                 yield
@@ -271,7 +306,7 @@ class ChunkJournal:
     def _forget(self, digest: bytes, record: _Record) -> None:
         """A description is dropped; that the chunk is gone is remembered for a while, where it was ever told."""
         was_there, record.states = any(record.states), bytes(record.groups)
-        record.chunk, record.keys = None, []
+        record.chunk, record.keys, record.objects = None, [], 0
         if not record.number:
             return
         self._gone[digest] = record
@@ -286,5 +321,4 @@ class ChunkJournal:
 
 def _size(record: _Record) -> int:
     assert record.chunk is not None
-    keys = sum(len(group) for partition in record.keys for group in partition)
-    return RECORD_BYTES + len(record.chunk.tokens) + len(record.chunk.extra) + KEY_BYTES * keys
+    return RECORD_BYTES + len(record.chunk.tokens) + len(record.chunk.extra) + KEY_BYTES * record.objects
