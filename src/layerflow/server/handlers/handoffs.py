@@ -134,7 +134,7 @@ def end_handoff(context: ServerContext, session: ClientSession, message: wire.En
     """The engine computes nothing more of it."""
     context.handoffs.end(message.handoff, session.engine, message.tokens, message.reason, time.monotonic())
     if context.peers is not None:
-        context.peers.parts.ended(message)
+        context.peers.parts.ended(message, session.engine)
 
 
 def release_handoff(context: ServerContext, message: wire.ReleaseHandoff) -> None:

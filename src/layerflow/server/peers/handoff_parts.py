@@ -86,13 +86,11 @@ class HandoffParts:
             PART_ANSWER_S, self._fail, parts, "a server that keeps a part of it has not answered in time"
         )
 
-    def ended(self, message: wire.EndHandoff) -> None:
-        """Note that a hand-off's engine computes nothing more of it."""
+    def ended(self, message: wire.EndHandoff, engine: str) -> None:
+        """Note that an engine computes nothing more of a hand-off; of another engine's, it ends nothing."""
         parts = self._by_name.get(message.handoff)
-        if parts is not None:
-            self._tell(
-                parts, wire.PeerEndHandoff(parts.handoff.engine, message.handoff, message.tokens, message.reason)
-            )
+        if parts is not None and parts.handoff.engine == engine:
+            self._tell(parts, wire.PeerEndHandoff(engine, message.handoff, message.tokens, message.reason))
 
     def part_answered(self, peer: PeerAttachment, message: wire.PeerHandoffState) -> None:
         """What became of a part."""

@@ -1,0 +1,46 @@
+"""The parts of hand-offs that peers keep: whose word ends them."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from layerflow.server.handoffs.handoff import HandoffRecord, HandoffStatus
+from layerflow.server.handoffs.registry import Handoffs
+from layerflow.server.peers.attachment import PeerAttachment
+from layerflow.server.peers.handoff_parts import HandoffParts
+from layerflow.wire import messages as wire
+from peers.test_liars import FakePeer
+
+
+class World:
+    """A hand-off of engine "p" that peer "a" keeps a part of; and peer "b"."""
+
+    def __init__(self) -> None:
+        self.given_up: list[str] = []
+        kept = SimpleNamespace(watch=lambda *_: None, give_up=lambda _, why: self.given_up.append(why))
+        self.parts = HandoffParts(cast(Handoffs, kept), itertools.count(1))
+        self.a, self.b = FakePeer("a"), FakePeer("b")
+        self.told: list[str] = []
+        record: Any = SimpleNamespace(name="h", engine="p", parts=0, status=HandoffStatus.OPEN)
+        opening = wire.OpenHandoff(9, "h", bytes(16), bytes(16), 16, b"", 0, 60_000)
+        servers = [cast(PeerAttachment, self.a)]
+        self.parts.open(cast(HandoffRecord, record), opening, servers, self.told.append)
+        [opened] = self.a.said
+        assert isinstance(opened, wire.PeerOpenHandoff)
+        self.number = opened.id
+
+
+@pytest.fixture
+async def world() -> World:
+    return World()
+
+
+async def test_only_its_own_engine_ends_a_hand_off_at_its_peers(world: World) -> None:
+    world.parts.ended(wire.EndHandoff("h", 0, "because I can"), "another engine")
+    assert len(world.a.said) == 1
+    world.parts.ended(wire.EndHandoff("h", 16, ""), "p")
+    assert world.a.said[1:] == [wire.PeerEndHandoff("p", "h", 16, "")]
