@@ -126,8 +126,8 @@ def test_a_recording_is_believed_at_other_sizes_where_its_own_hits_are_predicted
 
 def test_a_recording_is_timed_and_another_configuration_beside_it(tmp_path):
     machine = KnownMachine()
-    for turn in range(6):
-        machine.serve([*range(8), *range(100, 100 + turn)])
+    for turn in range(40):
+        machine.serve([*range(8), *range(100, 100 + turn % 6)])
     path = str(machine.write(tmp_path / "x.lfr"))
     shown = simulate(path, "--link", "10MB/s")
     assert shown.exit_code == 0, shown.output

@@ -26,8 +26,11 @@ times = st.lists(st.floats(1e-5, 50.0), min_size=1, max_size=200)
 class Known:
     """A server that exposes `file_s` or `tuned_s` per step, give or take a tenth; ten steps a second."""
 
-    def __init__(self, file_s: float, tuned_s: float, *, failing: float = 0.0, seed: int = 1) -> None:
+    def __init__(
+        self, file_s: float, tuned_s: float, *, failing: float = 0.0, seed: int = 1, tuned_hits: int = 60
+    ) -> None:
         self._means = {False: file_s, True: tuned_s}
+        self._hits = {False: 60, True: tuned_hits}
         self._failing = failing
         self._random = random.Random(seed)
         self._look = Look(0.0, "1", "file", "", "", 0.0, 0.0, 0.0, Spread())
@@ -61,8 +64,8 @@ class Known:
             self._look,
             at=self._look.at + seconds,
             failed_loads=self._look.failed_loads + failed,
-            hit_tokens=self._look.hit_tokens + 60 * steps,
-            miss_tokens=self._look.miss_tokens + 40 * steps,
+            hit_tokens=self._look.hit_tokens + self._hits[tuned] * steps,
+            miss_tokens=self._look.miss_tokens + (100 - self._hits[tuned]) * steps,
             exposed=exposed,
         )
 
@@ -86,6 +89,34 @@ def test_better_settings_are_confirmed_and_never_left_in_force() -> None:
 def test_a_goal_that_is_not_reached_is_not_confirmed() -> None:
     assert tried(Known(0.010, 0.008), Goal.EXPOSED_P99, 0.005).verdict is Verdict.NOT_CONFIRMED
     assert tried(Known(0.010, 0.004), Goal.EXPOSED_P99, 0.005).verdict is Verdict.CONFIRMED
+
+
+@pytest.mark.parametrize(
+    ("goal", "server", "why"),
+    [
+        (Goal.HIT_TOKENS, Known(0.005, 0.0059, tuned_hits=62), "exposed time rises from 5"),
+        (Goal.HIT_TOKENS, Known(0.005, 0.005, tuned_hits=62), ""),
+        (Goal.HIT_TOKENS, Known(0.00005, 0.000056, tuned_hits=62), ""),
+        (Goal.EXPOSED, Known(0.010, 0.008, tuned_hits=58), "2.0 points less"),
+    ],
+    ids=["slower", "as quick", "slower by nothing", "fewer hits"],
+)
+def test_what_makes_another_figure_worse_is_not_confirmed(goal: Goal, server: Known, why: str) -> None:
+    report = tried(server, goal)
+    assert report.verdict is (Verdict.NOT_CONFIRMED if why else Verdict.CONFIRMED), report.reason
+    assert why in report.reason
+
+
+def test_a_better_mean_with_a_worse_tail_is_not_confirmed() -> None:
+    class Tailed(Known):
+        def sleep(self, seconds: float) -> None:
+            super().sleep(seconds)
+            if self.held:
+                self._look.exposed.add(0.0124)  # slower than the file's slowest, and not by what is taken back
+
+    report = tried(Tailed(0.010, 0.008))
+    assert report.verdict is Verdict.NOT_CONFIRMED and report.reason.startswith("p99 of exposed time rises")
+    assert report.paired(Goal.EXPOSED).p_lower < 0.01
 
 
 def test_settings_that_make_no_difference_are_not_confirmed() -> None:

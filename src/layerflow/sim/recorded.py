@@ -20,7 +20,6 @@ from layerflow.recording.format import (
     MAGIC,
     Dropped,
     LookedUp,
-    LookupsMissed,
     ModelSeen,
     PartSeen,
     Purged,
@@ -237,7 +236,7 @@ class RecordedRun:
     :param spec: of its first rank.
     :param settings: that were in force at its end, as far as they are recorded; :param sections: and as they were.
     :param changed: they were others before.
-    :param samples: how full the arena was. :param missed_tokens: of prompts that clients answered by themselves.
+    :param samples: how full the arena was.
     :param behind: something came from behind the arena, or from a peer. :param dropped: events that are missing.
     :param others: prompts of other models were recorded, too. :param failed_loads: of requests.
     :param purges: when the arena was emptied.
@@ -250,7 +249,6 @@ class RecordedRun:
     sections: dict[str, dict[str, Any]]
     changed: bool
     samples: list[ServerSample]
-    missed_tokens: int
     behind: bool
     dropped: int
     others: bool
@@ -299,7 +297,7 @@ class _Reading:
         self._settings: list[dict[str, Any]] = []
         self._samples: list[ServerSample] = []
         self._purges: list[float] = []
-        self._missed = self._dropped = self._failed = 0
+        self._dropped = self._failed = 0
         self._behind = False
 
     def take(self, record: Any) -> None:
@@ -313,8 +311,6 @@ class _Reading:
                     self._settings.append(record.sections)
             case LookedUp() if record.session in self._sessions:
                 self._looked_up(record)
-            case LookupsMissed():
-                self._missed += record.tokens
             case StepSeen() if record.session in self._sessions:
                 self._step(record)
             case StepMeasured() if (step := self._steps.get((record.session, record.step))) is not None:
@@ -420,7 +416,6 @@ class _Reading:
             sections,
             len(self._settings) > 1,
             self._samples,
-            self._missed,
             self._behind,
             self._dropped,
             most < counts.total(),

@@ -14,7 +14,7 @@ a pass is not known. Passes that moved nothing are part of the time between othe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -59,7 +59,13 @@ BOUND: Final = "server.max_deadline_s"
 """The longest that recorded deadlines of transfers may be: without it they may be refused."""
 
 FEW: Final = 10
-"""Evictions that differ by fewer do not differ."""
+"""Evictions, shed saves and steps with loads that differ by no more do not differ."""
+
+FEW_FAILED: Final = 2
+"""Failed loads that differ by no more do not differ."""
+
+LEAST_SAMPLES: Final = 40
+"""Timed prompts, and steps, that tell a distribution: of fewer p99 is the slowest one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +177,10 @@ class Replay:
                 alone.hit_rate * 100,
                 _hits_alike(was, told),
             ),
-            TrustRow(
-                "evictions", was.evictions, told.evictions, alone.evictions, _alike(was.evictions, told.evictions, FEW)
-            ),
         ]
+        for name, few, count in _COUNTS:
+            one, other, fitted = count(was), count(told), count(alone)
+            rows.append(TrustRow(name, one, other, fitted, _alike(one, other, few)))
         for name, of in (("exposed per step", "exposed"), ("prefill", "prefill")):
             for which, quantile in (("median", "p50"), ("p99", "p99")):
                 one, other, fitted = (getattr(getattr(each, of), quantile) for each in (was, told, alone))
@@ -190,6 +196,10 @@ class Replay:
             yield "some of it came from behind the arena or from another server, which is not simulated"
         if run.dropped:
             yield f"{run.dropped:,} events are missing in it"
+        timed = sum(each.timed for engine in run.engines for each in engine.passes)
+        for count, what in ((timed, "steps"), (len(self.recorded.prefill_s), "prompts")):
+            if count < LEAST_SAMPLES:
+                yield f"{count} {what} with their times are too few to compare: record at least {LEAST_SAMPLES}"
         if run.others:
             yield "other models shared its pool, and their prompts are not replayed"
 
@@ -249,6 +259,16 @@ class Replay:
             residuals=residuals,
             validate=validate,
         ).figures()
+
+
+_COUNTS: Final[Sequence[tuple[str, int, Callable[[ReplayFigures], int]]]] = (
+    ("evictions", FEW, lambda figures: figures.evictions),
+    ("shed saves", FEW, lambda figures: figures.sheds),
+    ("failed loads", FEW_FAILED, lambda figures: figures.failed_loads),
+    ("steps with loads", FEW, lambda figures: len(figures.exposed_s)),
+    ("prompts with times", FEW, lambda figures: len(figures.prefill_s)),
+)
+"""Counts that a prediction has to meet: their name, how far off is the same, and where they stand."""
 
 
 def _alike(one: float, other: float, instant: float) -> bool:

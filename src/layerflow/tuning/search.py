@@ -18,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerflow.errors import ConfigError
+from layerflow.sim.replay import LEAST_SAMPLES
 
 Changes = Mapping[str, Any]
 """Values by ``section.key``."""
 
 WINDOWS: Final = 20
 """A trace is cut into so many windows of time, which noise is judged by."""
-LEAST_SAMPLES: Final = 40
 RESAMPLES: Final = 1000
 SURE: Final = 0.01
 """A change is taken where at most this share of the resampled traces say that it brings nothing: many are tried."""

@@ -34,6 +34,11 @@ SLACK_S: Final = 0.0005
 LEAST_HARMED: Final = 3
 """Fewer slow steps, or failed loads, are no pattern."""
 POINT: Final = 0.01
+"""So much less of the prompts' tokens may hit, where another figure is the goal."""
+SLOWER: Final = 0.02
+"""So much longer, as a share, may steps hold their engines, where another figure is the goal."""
+LEAST_SLOWER_S: Final = 0.0001
+"""And at least so much longer."""
 
 
 class Goal(enum.StrEnum):
@@ -204,7 +209,7 @@ class Report:
         self.verdict, self.reason = self._judged()
 
     def _judged(self) -> tuple[Verdict, str]:
-        told, hits = self.paired(self.goal), self.paired(Goal.HIT_TOKENS)
+        told = self.paired(self.goal)
         if told.pairs < LEAST_PAIRS:
             what = "prompts" if self.goal is Goal.HIT_TOKENS else "steps with loads"
             return (
@@ -213,8 +218,9 @@ class Report:
             )
         if why := failures_rise(self.together(Arm.FILE), self.together(Arm.TUNED)):
             return Verdict.NOT_CONFIRMED, why
-        if self.goal is not Goal.HIT_TOKENS and hits.p_lower <= SIGNIFICANT and hits.difference <= -POINT:
-            return Verdict.NOT_CONFIRMED, f"it hits {-hits.difference * 100:.1f} points less of the prompts' tokens"
+        for goal in Goal:
+            if goal is not self.goal and (why := self._worse(goal)):
+                return Verdict.NOT_CONFIRMED, why
         better, worse = told.p_lower, told.p_higher
         if self.goal is Goal.HIT_TOKENS:
             better, worse = worse, better
@@ -228,6 +234,20 @@ class Report:
                 f"it is better (p = {better:.3f}), but p99 is {told.tuned * 1e3:.3g} ms of {self.target_s * 1e3:g} ms",
             )
         return Verdict.CONFIRMED, f"it is better in {told.pairs} pairs of windows (p = {better:.3f})"
+
+    def _worse(self, goal: Goal) -> str:
+        """How a figure that is not the goal is worse, by more than chance and its slack; "" = it is not."""
+        told = self.paired(goal)
+        if goal is Goal.HIT_TOKENS:
+            if told.p_lower > SIGNIFICANT or told.difference > -POINT:
+                return ""
+            return f"it hits {-told.difference * 100:.1f} points less of the prompts' tokens (p = {told.p_lower:.3f})"
+        if told.p_higher > SIGNIFICANT or told.difference <= max(SLOWER * told.file, LEAST_SLOWER_S):
+            return ""
+        what = "exposed time" if goal is Goal.EXPOSED else "p99 of exposed time"
+        return (
+            f"{what} rises from {told.file * 1e3:.3g} ms to {told.tuned * 1e3:.3g} ms a step (p = {told.p_higher:.3f})"
+        )
 
     def plain(self) -> dict[str, Any]:
         """For JSON; times in the units that their names say."""
