@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
@@ -22,6 +23,7 @@ from layerflow_testing import (
     FULL,
     MISSING,
     OK,
+    PATIENCE_S,
     TOO_LARGE,
     load,
     outcomes,
@@ -326,3 +328,94 @@ def test_a_folder_that_cannot_be_read_at_the_start(bench, monkeypatch):
             disk.attach(bench.arena, lambda keys: None)
     disk.attach(bench.arena, lambda keys: None)
     disk.close()
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE])
+def test_a_file_whose_end_cannot_be_read_takes_no_other_away(bench, monkeypatch, code):
+    """Its object is offered whole, and replaced when it is saved again."""
+    digests = bytes(range(32))
+    things = [bench.thing(number, block_digests=digests) for number in range(6)]
+    assert save(bench, bench.first, things) == [OK] * 6
+    bad, real = things[3], os.pread
+
+    def pread(fd, nbytes, at):
+        if bad.key.hex() in os.readlink(f"/proc/self/fd/{fd}"):
+            raise OSError(code, os.strerror(code))
+        return real(fd, nbytes, at)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", pread)
+        attached = bench.restart()
+        assert bench.first.backend._scan.wait(PATIENCE_S)
+        told = {entry.key: entry.block_digests for entry in bench.first.backend._index.entries()}
+        assert told == {thing.key: b"" if thing is bad else digests for thing in things}
+        assert {entry.key for entry in attached.index} == set(told)
+        scan = bench.first.backend._scan
+        bench.first.backend.check()
+        assert bench.first.backend._scan is scan, "nothing is wrong with the folder"
+    assert bench.gone == []
+    assert save(bench, bench.first, [bad, things[0]]) == [OK, EXISTS]
+    works(bench)
+
+
+@pytest.mark.parametrize("where", ["00", "new"])
+def test_what_cannot_be_removed_is_in_the_way_of_nothing(bench, where):
+    """As a folder that a file system or a person put there."""
+    one = bench.thing("one")
+    assert save(bench, bench.first, [one]) == [OK]
+    stray = bench.path / "objects-1" / where / ".snapshot"
+    stray.mkdir()
+    (bench.path / "objects-1" / where / "junk").write_bytes(b"junk")
+    attached = bench.restart()
+    assert [entry.key for entry in attached.index] == [one.key]
+    assert stray.exists() and not stray.with_name("junk").exists()
+    works(bench)
+
+
+def test_a_file_that_cannot_be_looked_at_takes_no_other_away(bench, monkeypatch):
+    one, other = bench.thing("one"), bench.thing("other")
+    assert save(bench, bench.first, [one, other]) == [OK, OK]
+    real = os.scandir
+
+    class Entry:
+        def __init__(self, entry):
+            self._entry, self.name, self.path = entry, entry.name, entry.path
+
+        def stat(self, **how):
+            if one.key.hex() in self.name:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return self._entry.stat(**how)
+
+    @contextlib.contextmanager
+    def scandir(path):
+        with real(path) as entries:
+            yield map(Entry, entries)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", scandir)
+        attached = bench.restart()
+    assert [entry.key for entry in attached.index] == [other.key]
+    assert save(bench, bench.first, [one]) == [OK]
+    works(bench)
+
+
+def test_a_file_system_that_takes_no_bytes_fails_the_write(bench, monkeypatch):
+    one = bench.thing("one")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", lambda fd, data, at: 0)
+        assert save(bench, bench.first, [one]) == [FAILED]
+    assert files(bench.path) == torn(bench.path) == []
+    works(bench)
+
+
+def test_a_limit_of_open_files_that_cannot_be_raised_is_as_it_is(bench, monkeypatch):
+    """Some containers name a hard limit above what they give."""
+
+    def refuse(which, limits):
+        raise ValueError("not allowed to raise maximum limit")
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, soft + 1))
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    bench.restart()
+    works(bench)

@@ -18,10 +18,10 @@ from hosts.served import Served, write
 from layerflow.hosts.backend import BackendError, Unreachable
 from layerflow.hosts.disk import backend as disk
 from layerflow.hosts.disk.backend import Disk
-from layerflow.hosts.disk.folder import Folder
+from layerflow.hosts.disk.folder import Folder, StoredFile
 from layerflow.hosts.disk.index import DiskIndex
 from layerflow.wire.host_messages import Fetch, Fetched, Indexed, Pull, Up
-from layerflow_testing import ARENA, OK, load, save, soon
+from layerflow_testing import ARENA, OK, load, outcomes, put, save, soon
 
 
 class Gate:
@@ -216,6 +216,57 @@ def test_a_folder_that_fails_while_it_is_read_is_read_again(bench, gate, monkeyp
     bench.first.backend.check()
     scanned(bench.first.backend)
     agrees(bench, [one])
+
+
+def test_a_write_lives_through_a_folder_that_is_read_again(bench, gate, monkeypatch):
+    old, new = bench.thing("old"), bench.thing("new")
+    assert save(bench, bench.first, [old]) == [OK]
+    attached = threading.Event()
+
+    def fail(folder: Folder, progress: object) -> None:
+        assert attached.wait(PATIENCE_S)
+        os.stat(tmp_missing(folder))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "scan", fail)
+        bench.restart()
+        attached.set()
+        scanned(bench.first.backend)
+    backend, [place] = bench.first.backend, [new.at(bench.first, 0)]
+    put(bench, [new], [0])
+    assert outcomes(backend.open_write([place], soon())) == outcomes(backend.write([place], 0, 1, soon())) == [OK]
+    failed = backend._scan
+    backend.check()
+    assert backend._scan is not failed
+    assert outcomes(backend.write([place], 1, new.layers, soon())) == outcomes(backend.commit([place], soon())) == [OK]
+    scanned(backend)
+    agrees(bench, [old, new])
+
+
+def test_block_digests_are_told_also_of_files_that_are_older_than_what_went(bench, gate, monkeypatch):
+    digests = bytes(range(32))
+    things = [bench.thing(number, block_digests=digests) for number in range(4)]
+    for number, thing in enumerate(things):
+        assert save(bench, bench.first, [thing]) == [OK]
+        [name] = [name for name in files(bench.path) if thing.key.hex() in name]
+        os.utime(name, ns=(number, number))
+    monkeypatch.setattr(disk, "DESCRIBED", 1)
+    reading, go, real = threading.Event(), threading.Event(), Folder.block_digests
+
+    def slowly(folder: Folder, stored: StoredFile) -> bytes:
+        reading.set()
+        assert go.wait(PATIENCE_S)
+        return real(folder, stored)
+
+    monkeypatch.setattr(Folder, "block_digests", slowly)
+    bench.restart()
+    assert reading.wait(PATIENCE_S)
+    backend = bench.first.backend
+    backend.hide([things[-1].key])
+    go.set()
+    scanned(backend)
+    told = {entry.key: entry.block_digests for entry in backend._index.entries()}
+    assert told == {thing.key: digests for thing in things[:-1]}
 
 
 def tmp_missing(folder: Folder) -> Path:

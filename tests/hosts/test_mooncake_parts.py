@@ -202,6 +202,22 @@ def described(nbytes: int, memory: bool = True) -> list[Any]:
 
 
 class TestSessions:
+    def test_those_of_objects_whose_size_is_not_learnt_are_ended(self, parts):
+        """The library would keep them until their keys are opened again; those that others read go on."""
+        calls, reader, _ = parts
+        open_before, new = place(1), place(2)
+        ended: list[list[str]] = []
+        store = Store(
+            batch_get_session_start=[[0], [0, 0, -704]],
+            batch_get_replica_desc=[{f"layerflow1-{open_before.key.hex()}": described(open_before.nbytes)}],
+        )
+        store.batch_get_session_end = ended.append
+        calls.open(store)
+        assert reader.open([open_before], FOREVER) == [OK]
+        with pytest.raises(IndexError):  # from the library, say: there is no answer
+            reader.open([open_before, new, place(3)], FOREVER)
+        assert ended == [[f"layerflow1-{new.key.hex()}"]]
+
     def test_one_bad_object_spoils_no_other(self, parts):
         calls, reader, _ = parts
         places = [place(i) for i in range(4)]

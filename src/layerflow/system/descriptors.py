@@ -33,17 +33,22 @@ def prepare_descriptors() -> int:
 
     :raises ConfigError: it is too low to serve anybody.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        # Some containers name a hard limit above what they give.
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    raise_limit()
     if limit() < FLOOR:
         raise ConfigError(
             f"this process may open {limit()} files, and {FLOOR} are the least to serve anybody with: raise `ulimit -n`"
             " (LimitNOFILE= of a systemd unit)"
         )
     return limit()
+
+
+def raise_limit() -> None:
+    """Raise this process's limit as far as its user may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        # Some containers name a hard limit above what they give.
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def limit() -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +33,7 @@ from layerflow.hosts.disk.folder import Folder, StoredFile, checksum, pack_sums,
 from layerflow.hosts.disk.index import DiskIndex
 from layerflow.keys import describe_key
 from layerflow.objects import HEADER_BYTES, stored_header
+from layerflow.system.descriptors import raise_limit
 from layerflow.system.memfd import SharedMemory
 
 # Objects on their way from the disk into the arena. Used by the fetch thread alone.
@@ -333,6 +333,8 @@ class DiskWrites:
 def _write_from(fd: int, data: memoryview, at: int) -> None:
     while data:
         count = os.pwritev(fd, [data], at)
+        if not count:
+            raise OSError(errno.EIO, "the file system takes no bytes, and gives no reason")
         data, at = data[count:], at + count
 
 
@@ -344,6 +346,8 @@ BATCH = 4096
 REMOVE_BATCH = 64
 DESCRIBED = 256
 """Objects whose block digests are told at once."""
+UNREADABLE_LOGGED = 8
+"""Files whose end cannot be read are named in the log up to this number, and counted beyond."""
 
 
 class Scan:
@@ -422,10 +426,21 @@ class Scan:
     def _describe(self, found: list[StoredFile]) -> None:
         """Block digests are in the files: a read of each that has some, the newest first. They are offered whole until
         then."""
+        unreadable = 0
         for at in range(0, len(found), DESCRIBED):
-            few = [(stored, self._folder.block_digests(stored)) for stored in found[at : at + DESCRIBED]]
-            if not self._index.describe(few):
+            few = []
+            for stored in found[at : at + DESCRIBED]:
+                try:
+                    few.append((stored, self._folder.block_digests(stored)))
+                except OSError as error:  # it may pass, and the folder has other files
+                    unreadable += 1
+                    if unreadable <= UNREADABLE_LOGGED:
+                        log.warning("disk_file_unreadable", file=stored.name, error=error.strerror)
+                    self._index.doubt(stored)
+            if not self._index.describe(self._reading, few):
                 raise _Superseded
+        if unreadable > UNREADABLE_LOGGED:
+            log.warning("disk_files_unreadable", files=unreadable)
 
     def _count(self, objects: int, nbytes: int) -> None:
         self.objects += objects
@@ -467,7 +482,7 @@ class Disk(Backend):
         self._take(create=True)
         self._reads = DiskReads(self._index, self._home, arena)
         self._writes = DiskWrites(self._index, self._home, arena)
-        _allow_many_files()
+        raise_limit()  # each object that is read or written is an open file
         now = self._index.statistics()
         details: dict[str, str | int | float | bool] = {
             "path": str(self._path),
@@ -578,7 +593,8 @@ class Disk(Backend):
         if before is not None:
             before.close()
         try:
-            folder.clear_torn()
+            if not folder.reopened:
+                folder.clear_torn()
         except OSError as error:
             folder.close()
             raise Unreachable(f"{self._path} cannot be read: {error.strerror}; see the system's log") from error
@@ -605,9 +621,3 @@ class Disk(Backend):
             return self._home().free_bytes()
         except OSError:
             return 0
-
-
-def _allow_many_files() -> None:
-    """Each object that is read or written is an open file."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -219,6 +219,7 @@ class Folder:
         for name in ("", "new", *(f"{shard:02x}" for shard in range(SHARDS))):
             os.makedirs(self._root / name, mode=0o700, exist_ok=True)
         self._identity = _identity(self._root)
+        self.reopened = False  #: it was this process's all the while: what is half written may be this process's own
 
     @classmethod
     def open(cls, path: Path, until: float, *, create: bool, before: Folder | None = None) -> Folder:
@@ -231,17 +232,18 @@ class Folder:
         """
         if found := obstacle(path, create=create):
             raise (Unusable if found.lasting else Unreachable)(f"{found.what}; {found.advice}")
-        lock = -1
+        lock, kept = -1, False
         try:
             if create and not path.exists():
                 path.mkdir(mode=0o700)
             lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             if before is not None and before.holds(lock):
                 os.close(lock)
-                lock, before._lock = before._lock, -1
+                lock, before._lock, kept = before._lock, -1, True
             else:
                 _take(lock, path, until)
             folder, lock = cls(path, lock), -1
+            folder.reopened = kept and before is not None and folder._identity == before._identity
             return folder
         except OSError as error:
             raise Unreachable(f"{path} cannot be used: {error.strerror}; {_USABLE}") from error
@@ -262,15 +264,16 @@ class Folder:
     # Looking -------------------------------------------------------------------------------------
 
     def clear_torn(self) -> None:
-        """Remove what a crash left half written. Before the first :meth:`create`."""
-        for entry in os.scandir(self._new):
-            os.unlink(entry.path)
+        """Remove what a crash left half written, as far as it can be. Before the first :meth:`create`."""
+        with os.scandir(self._new) as entries:
+            for entry in entries:
+                _unlink(entry.path)
 
     def scan(self, progress: Callable[[int, int], None]) -> list[StoredFile]:
         """Every complete object, oldest first. No payload is read, but each file's size is: minutes on a cold disk.
 
         Files may be created, published and removed meanwhile. A file of a wrong size is removed, and the older of two
-        files of one key.
+        files of one key. What cannot be looked at or removed counts as no object.
 
         :param progress: told the objects and their bytes of the disk that a shard had, after each; may raise.
         """
@@ -283,10 +286,13 @@ class Folder:
                         status = entry.stat(follow_symlinks=False)
                     except FileNotFoundError:  # removed since its shard was listed
                         continue
+                    except OSError as error:
+                        log.warning("disk_file_unreadable", file=entry.path, error=error.strerror)
+                        continue
                     stored = parse_name(entry.name)
                     if stored is None or stored.key[0] != shard or status.st_size != stored.nbytes:
-                        log.warning("disk_file_removed", file=entry.path, bytes=status.st_size, reason="not whole")
-                        os.unlink(entry.path)
+                        if _unlink(entry.path):
+                            log.warning("disk_file_removed", file=entry.path, bytes=status.st_size, reason="not whole")
                         continue
                     age, other = (status.st_mtime_ns, stored), found.get(stored.key)
                     if other is not None:  # another size or token count; whole, but one key has one object
@@ -299,7 +305,10 @@ class Folder:
         return [stored for _, stored in sorted(found.values(), key=_moment)]
 
     def block_digests(self, stored: StoredFile) -> bytes:
-        """Read those of a complete file; empty: it is gone, or its end is not its own, which a read will tell."""
+        """Read those of a complete file; empty: it is gone, or its end is not its own, which a read will tell.
+
+        :raises OSError: the system would not open or read it.
+        """
         try:
             fd = self.open_whole(stored)
         except FileNotFoundError:
@@ -348,19 +357,25 @@ class Folder:
 
     def remove(self, stored: StoredFile, *, torn: bool = False) -> None:
         """Never raises: what cannot be removed now is in the way of nothing."""
-        path = self._torn(stored) if torn else self._whole(stored)
-        try:
-            os.unlink(path)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            log.warning("disk_file_not_removed", file=path, error=error.strerror)
+        _unlink(self._torn(stored) if torn else self._whole(stored))
 
     def _torn(self, stored: StoredFile) -> str:
         return f"{self._new}/{stored.name}"
 
     def _whole(self, stored: StoredFile) -> str:
         return f"{self._root}/{stored.key[0]:02x}/{stored.name}"
+
+
+def _unlink(path: str) -> bool:
+    """Whether it was there and has gone. What cannot be removed is left: it is in the way of nothing."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        log.warning("disk_file_not_removed", file=path, error=error.strerror)
+        return False
+    return True
 
 
 def _moment(found: tuple[int, StoredFile]) -> int:

@@ -52,7 +52,8 @@ class DiskIndex:
         self._reserved_bytes = 0
         self._policy: AdaptiveClock[StoredFile] = AdaptiveClock()
         self._used = self._pinned = 0
-        self._reading: FolderReading | None = None
+        self._reading: FolderReading | None = None  #: that goes on
+        self._last_reading: FolderReading | None = None  #: that began last; its files are described when it is over
         self._evictions = self._evicted_bytes = 0
 
     def tell(self, gone: Callable[[Sequence[bytes]], None], found: Callable[[Sequence[IndexEntry]], None]) -> None:
@@ -67,7 +68,7 @@ class DiskIndex:
             lost = list(self._held)
             self._held, self._policy = {}, AdaptiveClock()
             self._used = self._pinned = 0
-            self._reading = FolderReading()
+            self._reading = self._last_reading = FolderReading()
             if lost:
                 self._gone(lost)
             return self._reading
@@ -110,16 +111,18 @@ class DiskIndex:
                     self._policy.park((stored,))
                     self._policy.unpark((stored,))
 
-    def describe(self, described: Iterable[tuple[StoredFile, bytes]]) -> bool:
-        """Block digests were read of files that were found. False: none of them is held any more."""
+    def describe(self, reading: FolderReading, described: Iterable[tuple[StoredFile, bytes]]) -> bool:
+        """Block digests were read of files that a reading found. False: another reading has begun since."""
         with self.lock:
+            if reading is not self._last_reading:
+                return False
             known = []
             for stored, digests in described:
                 if self._held.get(stored.key) is stored:
                     stored.block_digests = digests
                     known.append(entry_of(stored))
             self._found(known)
-            return bool(known)
+            return True
 
     def shrink_to_capacity(self, most: int) -> list[StoredFile]:
         """Evict what is too much, at most so many objects; they must be removed."""

@@ -71,19 +71,24 @@ class MooncakeReader(StoreReader):
         codes = self._calls.codes("batch_get_session_start", names)
         self.offloads = self.offloads or NOT_IN_MEMORY in codes
         results = [reading(code) for code in codes]
-        sizes = self._sizes([name for name, result in zip(names, results, strict=True) if result is OK])
-        refused: list[str] = []
-        for at, (place, name) in enumerate(zip(places, names, strict=True)):
-            if results[at] is OK and sizes.get(name) != {place.nbytes}:
-                results[at] = OTHER_SIZE if name in sizes else _NO_SIZE
-                if place.key not in self._open:
-                    refused.append(name)
-            elif results[at] is OK:
-                opened = self._open.setdefault(place.key, OpenRead(generation))
-                opened.generation = generation  # the library's session was replaced, for earlier readers too
-                opened.readers += 1
-        if refused:
-            self._calls("batch_get_session_end", refused)
+        started = [at for at, result in enumerate(results) if result is OK]
+        refused = [names[at] for at in started if places[at].key not in self._open]
+        try:
+            sizes = self._sizes([names[at] for at in started])
+            refused = []
+            for at in started:
+                place, name = places[at], names[at]
+                if sizes.get(name) != {place.nbytes}:
+                    results[at] = OTHER_SIZE if name in sizes else _NO_SIZE
+                    if place.key not in self._open:
+                        refused.append(name)
+                else:
+                    opened = self._open.setdefault(place.key, OpenRead(generation))
+                    opened.generation = generation  # the library's session was replaced, for earlier readers too
+                    opened.readers += 1
+        finally:
+            if refused:
+                self._calls("batch_get_session_end", refused)
         return results
 
     def in_memory(self, names: list[str]) -> set[str]:
