@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,12 +10,15 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from layerflow.config.settings import Settings
 from layerflow.errors import ProtocolError
 from layerflow.hosts.backend import ObjectStatus
 from layerflow.pool.base import NewObject
-from layerflow.server.peers.attachment import PeerAttachment
-from layerflow.server.peers.questions import Offers
-from layerflow.server.peers.source import PeerSource
+from layerflow.server.peers.attachment import AttachmentState, PeerAttachment
+from layerflow.server.peers.handoffs import HandoffReading
+from layerflow.server.peers.questions import Offer, Offers, PeerAnswer, PeerQuestions
+from layerflow.server.peers.source import ModelCompatibility, PeerSource
+from layerflow.spec import GroupSpec, ModelSpec, Plane
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import Message
 from layerflow.wire.packing import pack_u32, pack_u64
@@ -30,7 +34,8 @@ class FakePeer:
     def __init__(self, name: str) -> None:
         self.target, self.welcome = SimpleNamespace(name=name), SimpleNamespace(incarnation=bytes(16))
         self.said: list[Message] = []
-        self.up, self.reason = True, ""
+        self.up, self.reason, self.attempts, self.other_link = True, "", 1, False
+        self.state = AttachmentState.UP
 
     def send(self, message: Message) -> bool:
         self.said.append(message)
@@ -83,3 +88,118 @@ def test_an_object_with_more_layers_than_its_group_is_broken_and_nothing_else_is
     )
     PeerSource.bring(source, [NewObject(key, NBYTES, BLOCKS, 16) for key in KEYS[:2]], range(LAYERS), "engine")
     assert (failed, begun) == ([(KEYS[0], ObjectStatus.BROKEN)], [[KEYS[1]]])
+
+
+class World:
+    """What peers "a" and "b" are asked and have lent. :ivar told: answers to questions."""
+
+    def __init__(self) -> None:
+        self.offers = Offers()
+        self.questions = PeerQuestions(self.offers, itertools.count(1))
+        self.a, self.b = FakePeer("a"), FakePeer("b")
+        self.told: list[PeerAnswer] = []
+
+    def ask(self, peer: FakePeer, key: bytes, handoff: str = "") -> int:
+        """Ask a peer for a key: the question's number."""
+        self.questions.ask([as_peer(peer)], [key], self.told.append, timeout_s=60, lease_ms=60_000, handoff=handoff)
+        return last_question(peer)
+
+    def answer(self, peer: FakePeer, message: wire.PeerFound) -> None:
+        self.questions.answered(as_peer(peer), message)
+
+    def offered(self, key: bytes) -> Offer | None:
+        return self.offers.get(key, time.monotonic())
+
+
+def as_peer(peer: FakePeer) -> PeerAttachment:
+    return cast(PeerAttachment, peer)
+
+
+def last_question(peer: FakePeer) -> int:
+    asked = peer.said[-1]
+    assert isinstance(asked, wire.PeerLookup)
+    return asked.id
+
+
+async def test_a_lease_that_is_told_twice_ends_the_connection_and_leaves_no_offer() -> None:
+    world = World()
+    world.answer(world.a, found(world.ask(world.a, KEYS[0]), 7))
+    number = world.ask(world.a, KEYS[1])
+    with pytest.raises(ProtocolError, match="told twice"):
+        world.answer(world.a, found(number, 7))
+    for lease in list(world.offers.leases(as_peer(world.a))):  # as is done where a connection ends
+        world.offers.forget(lease)
+    assert not world.offers.objects
+    world.answer(world.b, found(world.ask(world.b, KEYS[0]), 7))
+    assert (offer := world.offered(KEYS[0])) is not None and offer.lease.peer is as_peer(world.b)
+
+
+async def test_an_offer_whose_time_is_over_makes_room_and_a_key_that_is_lent_twice_is_forgotten() -> None:
+    world = World()
+    long_ago = time.monotonic() - 1000.0
+    twice = [KEYS[0], KEYS[0]]
+    old = world.offers.add(as_peer(world.a), twice, found(1, 1, states=bytes([wire.STORED] * 2)), long_ago, 60.0)
+    assert world.offered(KEYS[0]) is None
+    lease = world.offers.add(as_peer(world.b), KEYS[:1], found(2, 1), time.monotonic(), 60.0)
+    world.offers.forget(old)
+    assert (offer := world.offered(KEYS[0])) is not None and offer.lease is lease
+    world.offers.forget(lease)
+    both = world.offers.add(as_peer(world.a), twice, found(3, 2, states=bytes([wire.STORED] * 2)), long_ago, 60.0)
+    world.offers.forget(both)
+    assert not world.offers.objects
+
+
+async def test_what_one_peer_refuses_is_its_own_question() -> None:
+    world = World()
+    number = world.ask(world.b, KEYS[0])
+    world.questions.refused(as_peer(world.a), number, "said by another")
+    assert not world.told
+    world.answer(world.b, found(number, 2))
+    assert world.told[-1].found == {KEYS[0]} and not world.told[-1].failed
+    forget = world.questions.ask([as_peer(world.b)], KEYS[1:2], world.told.append, timeout_s=60, lease_ms=60_000)
+    forget()
+    number = last_question(world.b)
+    world.questions.refused(as_peer(world.a), number, "said by another")
+    world.answer(world.b, found(number, 3))
+    assert world.b.said[-1] == wire.PeerRelease(3), "what comes too late is given back all the same"
+    world.questions.ask([as_peer(world.b)], KEYS[1:2], world.told.append, timeout_s=60, lease_ms=60_000)
+    number = last_question(world.b)
+    world.questions.refused(as_peer(world.b), number, "no room")
+    assert world.told[-1].reason == "no room" and world.told[-1].failed
+
+
+async def test_what_one_peer_says_of_models_answers_no_other() -> None:
+    spec = ModelSpec("m", "c", (GroupSpec("full", 4, (0,), (Plane("k", "uint8", (8,)),)),), chunk_tokens=16)
+    models, a, b = ModelCompatibility(lambda: [spec], itertools.count(1)), FakePeer("a"), FakePeer("b")
+    models.compare(as_peer(b), spec)
+    models.answered(as_peer(a), wire.PeerCompared(1, "said by another"))
+    models.answered(as_peer(b), wire.PeerCompared(1, "the dtype differs"))
+    assert models.differences.get("a", {}) == {} and models.differences["b"] == {"m": "the dtype differs"}
+
+
+async def test_a_lookup_of_a_hand_off_that_is_refused_gives_back_what_it_was_lent_itself() -> None:
+    world = World()
+    source: Any = SimpleNamespace(
+        offers=world.offers,
+        questions=world.questions,
+        able=lambda *_: True,
+        watch_leases=lambda: None,
+        release=lambda lease: (world.offers.forget(lease), lease.peer.send(wire.PeerRelease(lease.number))),
+        releases=SimpleNamespace(tell=lambda *_: None),
+    )
+    reading = HandoffReading(Settings, source)
+    servers = [as_peer(world.a), as_peer(world.b)]
+    until = time.monotonic() + 60
+    reading.ask(servers, KEYS[:1], "h", world.told.append, until)
+    world.answer(world.a, found(last_question(world.a), 1))
+    world.answer(world.b, found(last_question(world.b), 1))
+    assert not world.told[-1].failed and len(world.offers) == 2
+    reading.ask(servers, KEYS[1:2], "h", world.told.append, until)
+    late = last_question(world.b)
+    world.answer(world.a, found(last_question(world.a), 2))
+    world.questions.refused(as_peer(world.b), late, "peers.max_leases = 1024 leases are held")
+    assert world.told[-1].failed and not world.told[-1].found
+    assert [(lease.peer.target.name, lease.number) for lease in world.offers.leases()] == [("a", 1), ("b", 1)]
+    assert world.a.said[-1] == wire.PeerRelease(2)
+    reading.release("h", servers)
+    assert not len(world.offers) and world.b.said[-1] == wire.PeerRelease(1)

@@ -44,3 +44,10 @@ async def test_only_its_own_engine_ends_a_hand_off_at_its_peers(world: World) ->
     assert len(world.a.said) == 1
     world.parts.ended(wire.EndHandoff("h", 16, ""), "p")
     assert world.a.said[1:] == [wire.PeerEndHandoff("p", "h", 16, "")]
+
+
+async def test_what_another_peer_refuses_fails_no_part(world: World) -> None:
+    world.parts.refused(cast(PeerAttachment, world.b), world.number, "said by another")
+    assert not world.told and not world.given_up
+    world.parts.refused(cast(PeerAttachment, world.a), world.number, "no room")
+    assert world.told == ["its part at a is refused: no room"] == world.given_up

@@ -113,11 +113,11 @@ class HandoffParts:
         if not parts.waiting:
             self._answer(parts, "")
 
-    def refused(self, number: int, why: str) -> None:
+    def refused(self, peer: PeerAttachment, number: int, why: str) -> None:
         """A server does not keep its part."""
         parts = self._by_number.get(number)
-        if parts is not None:
-            self._fail(parts, f"its part at {parts.at[number].target.name} is refused: {why}")
+        if parts is not None and parts.at[number] is peer:
+            self._fail(parts, f"its part at {peer.target.name} is refused: {why}")
 
     def lost(self, peer: PeerAttachment, why: str) -> None:
         """Nothing of what it keeps can be read."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from layerflow.config.settings import Settings
 from layerflow.server.peers.attachment import AttachmentState, PeerAttachment
-from layerflow.server.peers.questions import PeerAnswer
+from layerflow.server.peers.questions import PeerAnswer, RemoteLease
 from layerflow.server.peers.source import PeerSource
 from layerflow.wire.messages import MAX_PEER_KEYS
 
@@ -69,12 +69,12 @@ class HandoffReading:
         def take(peer: PeerAttachment, answer: PeerAnswer) -> None:
             nonlocal joined
             if not waiting:
-                self._give_back(handoff, [peer])  # too late
+                self._give_back(answer.leases)  # too late
                 return
             waiting.discard(peer)
             joined = joined.joined(answer)
             if joined.failed and len(servers) > 1:
-                self._give_back(handoff, servers)
+                self._give_back(joined.leases)  # another lookup of the hand-off may count on what it was lent itself
                 joined = PeerAnswer(frozenset(), False, joined.reason, failed=True)
                 waiting.clear()
             if not waiting:
@@ -108,7 +108,8 @@ class HandoffReading:
         A server that is not attached yet is told once it is; past this server's own `pd.handoff_lease_s` no more, for a
         lease has ended the hand-off there by then.
         """
-        self._give_back(name, servers)
+        leases = [lease for peer in servers for lease in self._source.offers.leases(peer)]
+        self._give_back(lease for lease in leases if lease.handoff == name)
         until = time.monotonic() + self._settings().pd.handoff_lease_s
         for peer in servers:
             self._source.releases.tell(peer, name, until)
@@ -172,10 +173,9 @@ class HandoffReading:
         if not mine:
             self._waiting.pop(waiter.peer, None)
 
-    def _give_back(self, handoff: str, servers: Sequence[PeerAttachment]) -> None:
-        for peer in servers:
-            for lease in self._source.offers.leases(peer):
-                if lease.handoff == handoff:
-                    lease.over = True
-                    if not lease.fetches:
-                        self._source.release(lease)
+    def _give_back(self, leases: Iterable[RemoteLease]) -> None:
+        """Give these back, each once nothing of it is read any more."""
+        for lease in leases:
+            lease.over = True
+            if not lease.fetches:
+                self._source.release(lease)

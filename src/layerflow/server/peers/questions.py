@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import structlog
 
 from layerflow.errors import ProtocolError
@@ -101,8 +102,10 @@ class Offers:
         :param found: with a state for each of `keys`.
         :param lease_s: how long it lasts from `asked_at` on, in seconds.
 
-        :raises ProtocolError: its lists do not fit the question, or it has no key.
+        :raises ProtocolError: its lists do not fit the question, it has no key, or its number is another lease's.
         """
+        if (peer, found.lease) in self._leases:
+            raise ProtocolError(f"lease {found.lease} is told twice")
         if len(found.lease_key) != LINK_KEY_BYTES:
             raise ProtocolError(f"lease {found.lease} has a key of {len(found.lease_key)} bytes, not {LINK_KEY_BYTES}")
         if len(found.token) != wire.PEER_TOKEN_BYTES:
@@ -113,20 +116,22 @@ class Offers:
             raise ProtocolError(
                 f"lease {found.lease} has an object in state {max(found.states)}; {wire.OPEN} is the last"
             )
-        count = len(keys)
-        nbytes = unpack_u64(found.nbytes, count, "nbytes").tolist()
+        count, now = len(keys), time.monotonic()
+        # What is missing costs nothing: of a long prompt it may be nearly all.
+        mine = np.flatnonzero(np.frombuffer(found.states, np.uint8))
+        nbytes = unpack_u64(found.nbytes, count, "nbytes")[mine].tolist()
         blocks, layers, saves = (
-            unpack_u32(getattr(found, name), count, name).tolist() for name in ("blocks", "layers", "saves")
+            unpack_u32(getattr(found, name), count, name)[mine].tolist() for name in ("blocks", "layers", "saves")
         )
         lease = RemoteLease(peer, found.lease, found.token, found.lease_key, lease_s, asked_at + MARGIN * lease_s)
-        for at, state in enumerate(found.states):
-            if state == wire.MISSING:
-                continue
-            offer = Offer(lease, at, nbytes[at], blocks[at], state == wire.OPEN, saves[at])
+        for row, at in enumerate(mine.tolist()):
+            offer = Offer(lease, at, nbytes[row], blocks[row], found.states[at] == wire.OPEN, saves[row])
             lease.offers[keys[at]] = offer
             if offer.open:
-                lease.layers[at] = layers[at]
-            self._by_key.setdefault(keys[at], offer)
+                lease.layers[at] = layers[row]
+            first = self._by_key.setdefault(keys[at], offer)
+            if first is not offer and first.lease.until <= now:
+                self._by_key[keys[at]] = offer
         self._leases[peer, lease.number] = lease
         return lease
 
@@ -142,8 +147,9 @@ class Offers:
     def forget(self, lease: RemoteLease) -> None:
         """Forget a lease."""
         self._leases.pop((lease.peer, lease.number), None)
-        for key, offer in lease.offers.items():
-            if self._by_key.get(key) is offer:
+        for key in lease.offers:
+            offer = self._by_key.get(key)
+            if offer is not None and offer.lease is lease:
                 del self._by_key[key]
 
     def withdraw(self, keys: Iterable[bytes]) -> None:
@@ -167,13 +173,14 @@ class PeerAnswer:
     """What peers lend of what they were asked for.
 
     :param open: some of it is still being stored. :param reason: why a hand-off is not followed; empty = it is.
-    :param failed: the hand-off will never be whole.
+    :param failed: the hand-off will never be whole. :param leases: that the answer has brought.
     """
 
     found: frozenset[bytes]
     open: bool = False
     reason: str = ""
     failed: bool = False
+    leases: tuple[RemoteLease, ...] = ()
 
     def joined(self, later: PeerAnswer) -> PeerAnswer:
         """With what they said when they were asked for more."""
@@ -182,6 +189,7 @@ class PeerAnswer:
             self.open or later.open,
             self.reason or later.reason,
             self.failed or later.failed,
+            self.leases + later.leases,
         )
 
 
@@ -197,6 +205,7 @@ class _Question:
     open: bool = False
     reason: str = ""
     failed: bool = False
+    leases: list[RemoteLease] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,18 +285,20 @@ class PeerQuestions:
             lease_s = min(message.lease_ms, asked.lease_ms) / 1e3
             lease = self._offers.add(peer, asked.keys, message, min(asked.at, time.monotonic()), lease_s)
             lease.handoff = question.handoff
+            question.leases.append(lease)
             question.found |= lease.offers.keys()
             question.open = question.open or any(offer.open for offer in lease.offers.values())
         question.reason = question.reason or message.reason
         question.failed = question.failed or message.failed
         self._peer_done(message.id)
 
-    def refused(self, number: int, why: str) -> None:
-        """A peer does not answer."""
-        self._late.pop(number, None)
+    def refused(self, peer: PeerAttachment, number: int, why: str) -> None:
+        """A peer does not answer; of questions to others it says nothing."""
+        if self._late.get(number) is peer:
+            del self._late[number]
         asked = self._asked.get(number)
-        if asked is not None:
-            log.warning("peer_refused", peer=asked.peer.target.name, reason=why)
+        if asked is not None and asked.peer is peer:
+            log.warning("peer_refused", peer=peer.target.name, reason=why)
             asked.question.reason, asked.question.failed = asked.question.reason or why, True
             self._peer_done(number)
 
@@ -312,7 +323,8 @@ class PeerQuestions:
 
     def _end(self, question: _Question) -> None:
         self._forget(question)
-        question.on_done(PeerAnswer(frozenset(question.found), question.open, question.reason, question.failed))
+        found, leases = frozenset(question.found), tuple(question.leases)
+        question.on_done(PeerAnswer(found, question.open, question.reason, question.failed, leases))
 
     def _drop(self, question: _Question) -> None:
         """Drop a question that nobody waits for; what was lent by then runs out, or is somebody else's by now."""

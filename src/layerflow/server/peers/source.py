@@ -332,8 +332,8 @@ class PeerSource:
 
     def peer_refused(self, peer: PeerAttachment, number: int, why: str) -> None:
         """A question was not answered."""
-        self.questions.refused(number, why)
-        self._parts.refused(number, why)
+        self.questions.refused(peer, number, why)
+        self._parts.refused(peer, number, why)
 
     def _progress(self, peer: PeerAttachment, message: wire.PeerProgress) -> None:
         """Open objects of a lease: more of them is stored, or they will not be."""
@@ -470,9 +470,10 @@ class ModelCompatibility:
 
     def answered(self, peer: PeerAttachment, message: wire.PeerCompared) -> None:
         """Take note of a peer's answer."""
-        known, spec = self._asked.pop(message.id, (None, None))
+        known, spec = self._asked.get(message.id, (None, None))
         if known is not peer or spec is None:
             return
+        del self._asked[message.id]
         found = self.differences.setdefault(peer.target.name, {})
         if not message.difference:
             found.pop(spec.name, None)
