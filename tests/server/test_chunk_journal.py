@@ -109,12 +109,14 @@ def test_every_reader_ends_with_what_is_there(seed: int, room: int, monkeypatch:
     for reader in readers:
         while reader.read():
             pass
-    known = {digest: record.states for digest, record in journal._there.items()}
+    there = {digest: record for shard in journal._shards for digest, record in shard.items() if any(record.states)}
+    known = {digest: record.states for digest, record in there.items()}
+    assert len(known) == journal.statistics().there
     for reader, spec in zip(readers, [each for each in specs[:2] for _ in range(3)], strict=True):
         assert reader.believed == {digest: known[digest] for digest in digests[spec.fingerprint] if digest in known}
     for digest, states in known.items():
         spec = specs[0] if digest in digests[specs[0].fingerprint] else specs[1]
-        record = journal._there[digest]
+        record = there[digest]
         assert states == bytes(min(places.where(part[group]) or 9 for part in record.keys) % 9 for group in (0, 1))
     if room == 1 << 30:
         journal._most_bytes = lambda: 0
@@ -143,6 +145,15 @@ def test_an_engine_that_attaches_reads_what_is_there_in_slices() -> None:
         if not read.more:
             break
     assert found == digests
+
+
+def test_no_dict_is_so_large_that_the_loop_waits_while_it_grows() -> None:
+    journal, count = ChunkJournal(Places().where, lambda: 1 << 40), 8192
+    spec = spec_of("m")
+    for number in range(count):
+        finish(journal.describe(spec, Described(number.to_bytes(DIGEST_BYTES, "big"), b"", TOKENS, b"")))
+    assert journal.described == count
+    assert max(map(len, journal._shards)) < count / 32
 
 
 def test_another_server_is_read_from_the_beginning() -> None:
