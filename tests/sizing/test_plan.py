@@ -86,6 +86,15 @@ def test_the_header_names_what_the_cache_takes(model):
         assert words in text
 
 
+def test_the_header_says_which_dtypes_were_taken(model):
+    quantization = {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}
+    result = plan("--model", model("Llama-3.1-8B", torch_dtype="float32", quantization_config=quantization))
+    header = [line for line in result.stdout.splitlines() if line.startswith("#")]
+    text = " ".join(line[2:] for line in header)
+    assert "64 KiB a token" in text and "--dtype float32" in text and "give --kv-dtype" in text
+    assert max(map(len, header)) <= 80
+
+
 @pytest.mark.parametrize("name", ["Llama-3.1-8B", "gpt-oss-120b", "Qwen3-Next-80B-A3B"])
 @pytest.mark.parametrize("latency", [0.0, 0.005, 0.2])
 def test_a_load_is_quicker_from_the_break_even_length_on(name, latency):
@@ -149,4 +158,8 @@ def test_nothing_to_plan_is_one_line(tmp_path):
     assert "No such file" in refused("--model", str(tmp_path))
     (tmp_path / "models.json").write_text('{"a": 1}')
     assert '"config"' in refused("--table", str(tmp_path / "models.json"))
+    (tmp_path / "models.json").write_text('{"a": {"config": [1]}}')
+    assert '"config"' in refused("--table", str(tmp_path / "models.json"))
+    (tmp_path / "models.json").write_text("[" * 100_000)
+    assert "cannot be read" in refused("--table", str(tmp_path / "models.json"))
     assert "leave --json out" in refused("--table", str(FILE), "--json", "-")

@@ -1,6 +1,8 @@
 """What models cache, by their configuration alone, against figures that their makers and vLLM have published."""
 
+import contextlib
 import json
+import math
 
 import pytest
 
@@ -39,6 +41,38 @@ def test_bytes_of_a_token(name, kv_dtype, nbytes):
     capacity = sized(name, kv_dtype=kv_dtype)
     headers = sum(group.copies * 64 for group in capacity.groups) / capacity.chunk_tokens
     assert capacity.token_bytes == pytest.approx(nbytes + headers)
+
+
+def test_float32_is_computed_in_16_bits_unless_the_engine_is_told():
+    given = MODELS["Llama-3.1-8B"]
+    wide = given | {"torch_dtype": "float32"}
+    assert shape_of(wide).caches == shape_of(given).caches and "--dtype float32" in shape_of(wide).notes[0]
+    assert not shape_of(given).notes and not shape_of(wide, dtype="float32").notes
+    assert shape_of(wide, dtype="float32").caches[0].planes["k"] == ("float32", 8, 128)
+    assert shape_of(given, dtype="half").caches[0].planes["k"] == ("float16", 8, 128)
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"}},
+        {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"},
+        {"quant_method": "modelopt_fp4", "quantization": {"kv_cache_quant_algo": "fp8"}},
+        {"quant_method": "modelopt", "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}},
+    ],
+)
+def test_a_checkpoint_that_asks_for_an_fp8_cache_gets_it(quantization):
+    given = MODELS["Llama-3.1-8B"]
+    quantised = given | {"quantization_config": quantization}
+    assert shape_of(quantised).caches == shape_of(given, "fp8").caches and "fp8" in shape_of(quantised).notes[0]
+    assert shape_of(quantised, "bfloat16") == shape_of(given)
+
+
+def test_weights_alone_that_are_quantised_change_no_cache():
+    given = MODELS["DeepSeek-V3"]
+    assert shape_of(given | {"quantization_config": {"quant_method": "fp8", "kv_cache_scheme": None}}) == shape_of(
+        given
+    )
 
 
 def test_the_compressed_groups_of_deepseek_v4():
@@ -184,11 +218,51 @@ class TestRefusals:
         with pytest.raises(ConfigError, match="a stage has no layer with a cache of kind full"):
             model_of(shape_of(MODELS["Granite-4.0-H-Small"]), pp=8)
 
+    @pytest.mark.parametrize("name", MODELS)
+    def test_no_field_of_any_model_is_taken_for_another_than_it_is(self, name):
+        wrong = ("x", "7", 0, -1, 1.5, True, False, math.nan, math.inf, 10**9, 10**400, [1], ["x"], [[]], {}, "", None)
+        for field in MODELS[name]:
+            for value in wrong:
+                with contextlib.suppress(ConfigError):
+                    capacity_of(shape_of(MODELS[name] | {field: value}), block_tokens=16)
+
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [
+            ("num_key_value_heads", 0), ("num_key_value_heads", "x"), ("head_dim", 1.5), ("head_dim", True),
+            ("num_hidden_layers", 10**9), ("num_hidden_layers", "32"), ("hidden_size", math.nan),
+            ("sliding_window", "a"), ("num_attention_heads", 10**400),
+        ],
+    )  # fmt: skip
+    def test_a_wrong_number_is_named(self, field, value):
+        said = self.said(MODELS["Llama-3.1-8B"] | {field: value})
+        assert said.startswith(f"config.json: {field} = ") and "should be a whole number" in said and len(said) < 150
+
+    @pytest.mark.parametrize(
+        ("name", "quantization"),
+        [
+            ("Llama-3.1-8B", {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 4, "type": "int"}}),
+            ("Llama-3.1-8B", {"quant_method": "modelopt", "kv_cache_quant_algo": "NVFP4"}),
+            ("Llama-3.1-8B", {"quant_method": "newest", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}),
+            (
+                "DeepSeek-V3",
+                {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"}},
+            ),
+        ],
+    )
+    def test_a_cache_that_is_quantised_in_another_way(self, name, quantization):
+        config = MODELS[name] | {"quantization_config": quantization}
+        assert "--kv-dtype" in self.said(config)
+        assert shape_of(config, "bfloat16").caches == shape_of(MODELS[name]).caches
+
     def test_what_is_no_configuration(self, tmp_path):
         with pytest.raises(ConfigError, match=r"config\.json: No such file"):
             read_config(tmp_path)
         (tmp_path / "config.json").write_text("[1]")
         with pytest.raises(ConfigError, match="JSON object"):
+            read_config(tmp_path)
+        (tmp_path / "config.json").write_text("[" * 100_000)
+        with pytest.raises(ConfigError, match="not JSON"):
             read_config(tmp_path)
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
         assert read_config(tmp_path) == read_config(tmp_path / "config.json") == {"model_type": "llama"}

@@ -19,6 +19,7 @@ from engines import VERSION
 from models import MODELS as TINY
 from sizing.models import MODELS
 
+from layerflow.errors import ConfigError
 from layerflow.sizing import capacity_of, model_of, shape_of
 from layerflow.spec import GroupSpec
 
@@ -121,6 +122,40 @@ def test_deepseek_v4s_groups_are_those_of_vllms_specs() -> None:
     assert ours == theirs
 
 
+@pytest.mark.parametrize("told", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["Llama-3.1-8B", "Gemma-3-27B"])
+def test_auto_dtypes_are_as_wide_as_vllms(name: str, told: str) -> None:
+    from vllm.config.model import _resolve_auto_dtype
+
+    theirs = _resolve_auto_dtype(MODELS[name]["model_type"], getattr(torch, told), is_pooling_model=False)
+    planes = shape_of(MODELS[name] | {"torch_dtype": told}).caches[0].planes
+    assert {getattr(torch, dtype).itemsize for dtype, _, _ in planes.values()} == {theirs.itemsize}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"kv_cache_quant_algo": "FP8"}, {"kv_cache_quant_algo": "fp8"}, {"kv_cache_quant_algo": "NVFP4"},
+        {"kv_cache_quant_algo": None}, {"quantization": {"kv_cache_quant_algo": "FP8"}},
+        {"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}},
+        {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, {"kv_cache_scheme": {"num_bits": 4, "type": "float"}},
+    ],
+)  # fmt: skip
+def test_modelopts_caches_are_those_that_vllm_resolves(asked: dict[str, Any]) -> None:
+    """Or refused: vLLM warns, and takes the model's dtype."""
+    from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE, get_kv_cache_quant_algo_string
+
+    quantization = {"quant_method": "modelopt", **asked}
+    theirs = get_kv_cache_quant_algo_string(quantization)
+    try:
+        planes = shape_of(MODELS["Llama-3.1-8B"] | {"quantization_config": quantization}).caches[0].planes
+    except ConfigError:
+        assert theirs in ("auto", "nvfp4")
+        return
+    dtype = torch.bfloat16 if theirs is None else STR_DTYPE_TO_TORCH_DTYPE[theirs]
+    assert {getattr(torch, each).itemsize for each, _, _ in planes.values()} == {dtype.itemsize}
+
+
 @pytest.mark.parametrize("name", ["llama", "mla", "gemma3", "gptoss", "qwen3moe", "qwen3next", "phi3"])
 def test_tiny_models_cache_what_their_layers_say(name: str, tmp_path: Path) -> None:
     """The engine's own layers, made without weights, against their configuration."""
@@ -155,10 +190,8 @@ def test_tiny_models_cache_what_their_layers_say(name: str, tmp_path: Path) -> N
         finally:
             cleanup_dist_env_and_memory()
     theirs = Counter(_described(spec) for spec in specs if spec is not None)
-    shape = shape_of(
-        config | {"torch_dtype": str(made.model_config.dtype).removeprefix("torch.")},
-        state_dtype=made.cache_config.mamba_ssm_cache_dtype,
-    )
+    # A file that says no dtype is one of float32.
+    shape = shape_of({"torch_dtype": "float32", **config}, state_dtype=made.cache_config.mamba_ssm_cache_dtype)
     capacity = capacity_of(shape, block_tokens=made.cache_config.block_size)
     assert Counter({_of_group(size.group): size.layers for size in capacity.groups}) == theirs
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from layerflow.sizing import Capacity, PlannedFile, Race
 
 _HOUR_S = 3600
+_HEADER_WIDTH = 78
+"""Of a line behind its "# "."""
 
 
 def plan(
@@ -47,6 +50,9 @@ def plan(
     traffic: Annotated[
         float | None, typer.Option(min=0, metavar="N", help="New tokens a second that all engines together store.")
     ] = None,
+    dtype: Annotated[
+        str, typer.Option(metavar="NAME", help="What the model computes in, as vLLM's --dtype; float32 is halved.")
+    ] = "auto",
     kv_dtype: KvDtype = "auto",
     state_dtype: Annotated[
         str, typer.Option(metavar="NAME", help="Of recurrent states, as vLLM's --mamba-ssm-cache-dtype.")
@@ -90,7 +96,10 @@ def plan(
                 name,
                 entry,
                 capacity_of(
-                    shape_of(entry["config"], kv_dtype, state_dtype=state_dtype), tp=tp, pp=pp, block_tokens=block_size
+                    shape_of(entry["config"], kv_dtype, state_dtype=state_dtype, dtype=dtype),
+                    tp=tp,
+                    pp=pp,
+                    block_tokens=block_size,
                 ),
             )
             for name, entry in _models(table).items()
@@ -98,7 +107,7 @@ def plan(
         typer.echo(_markdown(rows, arena_bytes, tokens))
         return
     assert model is not None
-    shape = shape_of(read_config(model), kv_dtype, like, state_dtype=state_dtype)
+    shape = shape_of(read_config(model), kv_dtype, like, state_dtype=state_dtype, dtype=dtype)
     capacity = capacity_of(shape, tp=tp, pp=pp, block_tokens=block_size, chunk_tokens=chunk_tokens)
     speed = link_cost(link, link_latency_us)
     file = planned_file(capacity, arena_bytes=arena_bytes, prompt_tokens=tokens, link=speed, engines=engines)
@@ -122,10 +131,10 @@ def plan(
 def _models(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--table {path}: cannot be read: {error}") from None
     if not isinstance(found, dict) or not all(
-        isinstance(entry, dict) and "config" in entry for entry in found.values()
+        isinstance(entry, dict) and isinstance(entry.get("config"), dict) for entry in found.values()
     ):
         raise ConfigError(f'--table {path}: should be {{"NAME": {{"config": {{...}}, "source": "where it is from"}}}}')
     return found
@@ -152,6 +161,8 @@ def _header(
     yield f"Planned by `layerflow plan` for {name}."
     ranks = f"tensor size {shard.tp_size}, pipeline size {shard.pp_size}"
     yield f"{capacity.shape.model_type}, {capacity.shape.layers} layers, {ranks}."
+    for note in capacity.shape.notes:
+        yield from textwrap.wrap(note, _HEADER_WIDTH)
     yield ""
     yield f"Cache: {_kib(capacity.token_bytes)} a token, each part stored once, in chunks of {capacity.chunk_tokens}:"
     for words, nbytes in _caches(capacity):
@@ -187,6 +198,7 @@ def _result(
         "layers": capacity.shape.layers,
         "chunk_tokens": capacity.chunk_tokens,
         "token_bytes": capacity.token_bytes,
+        "notes": list(capacity.shape.notes),
         "groups": [
             {
                 "kind": size.group.kind,

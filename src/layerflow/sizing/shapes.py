@@ -22,6 +22,11 @@ from layerflow.spec import DTYPE_BYTES, GroupSpec, ModelSpec, Plane, default_chu
 DEFAULT_BLOCK_TOKENS = 16
 """vLLM's on CUDA; vLLM-Ascend's is 128."""
 
+MOST = 1_000_000
+"""Heads, elements or tokens that one field may say: a model has fewer."""
+
+MOST_LAYERS = 10_000
+
 _NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 """Where models that see or hear keep their language model's fields."""
 
@@ -52,12 +57,14 @@ class Shape:
     :param layers: of the model, cached or not.
     :param pair_flops: floating-point operations of one query-key pair, summed over the layers whose queries see all
         earlier tokens. Windows, top-k selection and recurrent state are left out: they do not grow with the context.
+    :param notes: where the engine takes other dtypes than the file's own, a sentence that says so.
     """
 
     model_type: str
     layers: int
     caches: tuple[Cache, ...]
     pair_flops: float
+    notes: tuple[str, ...] = ()
 
 
 class Fields:
@@ -80,22 +87,57 @@ class Fields:
         """Say whether the file has no such field, not even null."""
         return name not in self._given
 
-    def number(self, *names: str) -> int:
-        """Return the first of these fields that is there; none is noted as missing, and 1 is returned."""
+    def number(self, *names: str, least: int = 1, most: int = MOST) -> int:
+        """Return the first of these fields that is there; none is noted as missing, and `least` is returned.
+
+        :raises ConfigError: it is no whole number from `least` to `most`.
+        """
         for name in names:
-            value = self.get(name)
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            value = self.optional_number(name, least=least, most=most)
+            if value is not None:
                 return value
         self.missing.append(" or ".join(names))
-        return 1
+        return least
 
-    def listed(self, name: str) -> list[Any]:
-        """Return a list; none is noted as missing, and an empty one is returned."""
+    def optional_number(self, name: str, *, least: int = 1, most: int = MOST) -> int | None:
+        """Return the field; None where it is absent or null.
+
+        :raises ConfigError: as of :meth:`number`.
+        """
         value = self.get(name)
-        if isinstance(value, list | str) and value:
-            return list(value)
-        self.missing.append(name)
-        return []
+        return None if value is None else _whole(name, value, least, most)
+
+    def numbers(self, name: str, *, least: int) -> list[int]:
+        """Return a list of whole numbers; none is noted as missing, and an empty one is returned.
+
+        :raises ConfigError: it is something else.
+        """
+        value = self.get(name)
+        if value is None or value == []:
+            self.missing.append(name)
+            return []
+        if not isinstance(value, list) or len(value) > MOST_LAYERS:
+            raise ConfigError(f"config.json: {name} should be a list of at most {MOST_LAYERS:,} numbers")
+        return [_whole(name, each, least, MOST) for each in value]
+
+    def letters(self, name: str) -> str:
+        """Return a text of one letter for each layer; none is noted as missing, and an empty one is returned.
+
+        :raises ConfigError: it is something else.
+        """
+        value = self.get(name)
+        if value is None or value == "":
+            self.missing.append(name)
+            return ""
+        if not isinstance(value, str) or len(value) > MOST_LAYERS:
+            raise ConfigError(f"config.json: {name} should be a text of at most {MOST_LAYERS:,} letters")
+        return value
+
+
+def _whole(name: str, value: object, least: int, most: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ConfigError(f"config.json: {name} = {shown(value)}: should be a whole number, {least:,} to {most:,}")
+    return value
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -111,20 +153,28 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{file}: {error.strerror}; give a model's folder with its config.json, or that file"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # thousands of nested lists
         raise ConfigError(f"{file}: not JSON: {error}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{file}: a model's configuration is a JSON object")
     return found
 
 
-def shape_of(config: Mapping[str, Any], kv_dtype: str = "auto", like: str = "", *, state_dtype: str = "auto") -> Shape:
+def shape_of(
+    config: Mapping[str, Any],
+    kv_dtype: str = "auto",
+    like: str = "",
+    *,
+    state_dtype: str = "auto",
+    dtype: str = "auto",
+) -> Shape:
     """Return what a model caches.
 
     :param config: of ``config.json``.
     :param kv_dtype: vLLM's ``--kv-cache-dtype``: ``"auto"``, ``"fp8"``, or a dtype of layerflow's.
     :param like: take the model for one of this ``model_type``.
     :param state_dtype: vLLM's ``--mamba-ssm-cache-dtype``: of recurrent matrices.
+    :param dtype: vLLM's ``--dtype``: what the model computes in.
     :raises ConfigError: the model is not known, or fields that decide its cache are missing: a sentence says which.
     """
     text = next((dict(config[name]) for name in _NESTED if isinstance(config.get(name), dict)), dict(config))
@@ -134,15 +184,21 @@ def shape_of(config: Mapping[str, Any], kv_dtype: str = "auto", like: str = "", 
     if read is None:
         raise ConfigError(_unknown(named, given, like))
     fields = Fields(given, _ASSUMED.get(named, {}))
-    layers = len(fields.listed("hybrid_override_pattern")) if named == "nemotron_h" else fields.number(_LAYERS)
-    reader = _Reader(named, fields, layers, _dtypes(fields, kv_dtype, state_dtype), kv_dtype)
+    if named == "nemotron_h":
+        layers = len(fields.letters("hybrid_override_pattern"))
+    else:
+        layers = fields.number(_LAYERS, most=MOST_LAYERS)
+    notes: list[str] = []
+    if kv_dtype == "auto":
+        kv_dtype = _checkpoints_kv_dtype(config, notes, latent=read is _latent)
+    reader = _Reader(named, fields, layers, _dtypes(fields, kv_dtype, state_dtype, dtype, notes), kv_dtype)
     caches, pair_flops = read(reader)
     if fields.missing:
         raise ConfigError(
             f"config.json of model_type {named!r} does not say {', '.join(dict.fromkeys(fields.missing))}: without "
             "that the size of its cache is not known"
         )
-    return Shape(named, layers, tuple(cache for cache in caches if cache.layers), pair_flops)
+    return Shape(named, layers, tuple(cache for cache in caches if cache.layers), pair_flops, tuple(notes))
 
 
 def model_of(
@@ -281,17 +337,17 @@ class _Reader:
         """Query heads, KV heads and elements of a head. A missing KV head count means one for each query head."""
         fields = self.fields
         queries = fields.number("num_attention_heads")
-        given = fields.get("head_dim")
-        return (
-            queries,
-            int(fields.get("num_key_value_heads", queries)),
-            int(given or fields.number("hidden_size") // queries),
-        )
+        width = fields.optional_number("head_dim") or fields.number("hidden_size") // queries
+        if not width and not fields.missing:
+            raise ConfigError("config.json: hidden_size is smaller than num_attention_heads")
+        return queries, fields.optional_number("num_key_value_heads") or queries, width
 
     def types(self) -> list[str]:
         """Return each layer's kind, where the configuration lists them; else an empty list."""
-        listed = self.fields.get("layer_types")
-        types = [str(kind) for kind in listed] if isinstance(listed, list) else []
+        listed = self.fields.get("layer_types", [])
+        if not isinstance(listed, list):
+            raise ConfigError(f"config.json: layer_types = {shown(listed)}: should be a list")
+        types = [str(kind) for kind in listed]
         if types and len(types) != self.layers:
             raise ConfigError(f"config.json: layer_types lists {len(types)} layers, and {_LAYERS} is {self.layers}")
         unknown = sorted(set(types) - {*_WINDOWED, *_FULL, *_LINEAR})
@@ -328,7 +384,7 @@ def _attention(reader: _Reader) -> tuple[list[Cache], float]:
     """MHA, MQA and GQA, with sliding windows where the configuration says which layers have them."""
     fields, types = reader.fields, reader.types()
     every = range(reader.layers)
-    window = fields.get("sliding_window")
+    window = fields.optional_number("sliding_window", least=0)
     if fields.silent_on("sliding_window") and reader.model_type == "mistral":
         fields.missing.append("sliding_window (null = none)")  # transformers then takes 4096
     if fields.get("use_sliding_window") is False or (not types and not window):
@@ -342,8 +398,8 @@ def _attention(reader: _Reader) -> tuple[list[Cache], float]:
             windowed,
             fields.number("sliding_window") if windowed else 0,
         )
-    first = int(fields.get("max_window_layers", 0))
-    return reader.attention(range(min(first, reader.layers)), range(first, reader.layers), int(window))
+    first = fields.optional_number("max_window_layers", least=0) or 0
+    return reader.attention(range(min(first, reader.layers)), range(first, reader.layers), window or 0)
 
 
 def _pattern(reader: _Reader) -> tuple[list[Cache], float]:
@@ -364,7 +420,7 @@ def _latent(reader: _Reader) -> tuple[list[Cache], float]:
     fields, every = reader.fields, tuple(range(reader.layers))
     rank, rope = fields.number("kv_lora_rank"), fields.number("qk_rope_head_dim")
     queries, nope, values = (fields.number(name) for name in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim"))
-    sparse = fields.get("index_head_dim") or fields.get("index_topk")
+    sparse = fields.optional_number("index_head_dim", least=0) or fields.optional_number("index_topk", least=0)
     planes = {"latent": (reader.dtypes.cache, 0, rank), "rope": (reader.dtypes.cache, 0, rope)}
     if not sparse:
         return [Cache("mla", every, planes)], 2.0 * queries * (nope + rope + values) * reader.layers
@@ -398,7 +454,7 @@ def _compressed(reader: _Reader) -> tuple[list[Cache], float]:
     fixed: 256 tokens of compressed rows, 64 of the window, 4 and 8 of states (``models/deepseek_v4/compressor.py``).
     """
     fields, width = reader.fields, reader.fields.number("head_dim")
-    ratios = [int(ratio) for ratio in fields.listed("compress_ratios")][: reader.layers]
+    ratios = fields.numbers("compress_ratios", least=0)[: reader.layers]
     if reader.kv_dtype in ("auto", "fp8") and width == 512:
         row = {"kv": ("uint8", 0, _V4_ROW)}
     else:
@@ -432,9 +488,10 @@ def _delta_net(reader: _Reader) -> tuple[list[Cache], float]:
     head, in ``mamba_ssm_dtype`` where the configuration has it.
     """
     fields = reader.fields
-    interval = fields.get("full_attention_interval")
     if not (types := reader.types()):
-        every = int(interval) if interval else fields.number("layer_types or full_attention_interval")
+        every = fields.optional_number("full_attention_interval") or fields.number(
+            "layer_types or full_attention_interval"
+        )
         types = ["full_attention" if (layer + 1) % every == 0 else "linear_attention" for layer in range(reader.layers)]
     keys, values = fields.number("linear_num_key_heads"), fields.number("linear_num_value_heads")
     key, value = fields.number("linear_key_head_dim"), fields.number("linear_value_head_dim")
@@ -458,7 +515,7 @@ def _mamba2(names: Mapping[str, str]) -> _Read:
         )
         if "pattern" in names:
             kinds = {"M": "mamba", "*": "attention"}
-            types = [kinds.get(letter, "") for letter in fields.listed(names["pattern"])]
+            types = [kinds.get(letter, "") for letter in fields.letters(names["pattern"])]
         elif not (types := reader.types()):
             fields.missing.append("layer_types")
         caches, flops = reader.attention(layer for layer, kind in enumerate(types) if kind in _FULL)
@@ -478,9 +535,7 @@ def _mamba2(names: Mapping[str, str]) -> _Read:
 def _jamba(reader: _Reader) -> tuple[list[Cache], float]:
     """Jamba: Mamba 1 layers, and attention in each n-th. State as vLLM's ``mamba1_state_shape``."""
     fields = reader.fields
-    period, offset = fields.number("attn_layer_period"), int(fields.get("attn_layer_offset", -1))
-    if offset < 0:
-        fields.missing.append("attn_layer_offset")
+    period, offset = fields.number("attn_layer_period"), fields.number("attn_layer_offset", least=0)
     inner = fields.number("mamba_expand") * fields.number("hidden_size")
     size, kernel = fields.number("mamba_d_state"), fields.number("mamba_d_conv")
     full = [layer for layer in range(reader.layers) if layer % period == offset]
@@ -489,21 +544,71 @@ def _jamba(reader: _Reader) -> tuple[list[Cache], float]:
     return [*caches, reader.state(recurrent, conv=(inner, kernel - 1), ssm=(inner, size))], flops
 
 
-def _dtypes(fields: Fields, kv_dtype: str, state_dtype: str) -> _Dtypes:
-    model = fields.get("torch_dtype") or fields.get("dtype")
+def _dtypes(fields: Fields, kv_dtype: str, state_dtype: str, dtype: str, notes: list[str]) -> _Dtypes:
+    model = (fields.get("torch_dtype") or fields.get("dtype")) if dtype == "auto" else dtype
     if not isinstance(model, str):
         fields.missing.append("torch_dtype")
         model = "bfloat16"
     model = _dtype(model)
+    if model == "float32" and dtype == "auto":
+        # vLLM's _resolve_auto_dtype (config/model.py): to bfloat16, or float16 where a device lacks that.
+        model = "bfloat16"
+        notes.append("Its float32 is computed in 16 bits, as vLLM's --dtype auto does; else --dtype float32.")
     cache = {"auto": model, "fp8": "float8_e4m3fn"}.get(kv_dtype) or _dtype(kv_dtype)
     if state_dtype == "auto":
         state_dtype = str(fields.get("mamba_ssm_dtype") or fields.get("mamba_ssm_cache_dtype") or model)
     return _Dtypes(model, cache, _dtype(state_dtype))
 
 
+def _checkpoints_kv_dtype(config: Mapping[str, Any], notes: list[str], *, latent: bool) -> str:
+    """What vLLM makes of ``--kv-cache-dtype auto``: ``"fp8"`` where the checkpoint was quantised for that.
+
+    vLLM's ``get_kv_cache_quant_algo_string`` (``utils/torch_utils.py``) for ModelOpt's checkpoints, and ``Attention``
+    for those of llm-compressor, whose schemes ``compressed_tensors.py`` takes as 8-bit floats alone.
+
+    :param latent: attention by latents, where vLLM looks at ModelOpt's word only.
+    :raises ConfigError: it asks for something else.
+    """
+    found = config.get("quantization_config")
+    if not isinstance(found, dict):
+        return "auto"
+    inner = found.get("quantization")
+    places = [inner, found] if isinstance(inner, dict) else [found]
+    asked = next((place[name] for name in _KV_SCHEMES for place in places if place.get(name)), None)
+    if asked is None:
+        return "auto"
+    method = str(found.get("quant_method", ""))
+    if isinstance(asked, dict):
+        fp8 = asked.get("num_bits") == 8 and asked.get("type") == "float"
+        if method.startswith("modelopt"):
+            fp8 = fp8 and asked.get("dynamic") is False
+        else:
+            fp8 = fp8 and method == "compressed-tensors" and not latent
+    else:
+        fp8 = method.startswith("modelopt") and str(asked).lower() == "fp8"
+    if fp8:
+        notes.append("Its cache is fp8, as its quantization_config asks; else give --kv-dtype.")
+        return "fp8"
+    raise ConfigError(
+        f"config.json: quantization_config asks for a cache of {shown(asked)}, which is not known here; give the "
+        "engine's --kv-cache-dtype as --kv-dtype"
+    )
+
+
+_KV_SCHEMES = ("kv_cache_scheme", "kv_cache_quant_algo")
+
+
+def shown(value: object) -> str:
+    """A foreign value in a message, cut where it is long."""
+    text = json.dumps(value, default=str) if not isinstance(value, int) or abs(value) < 1 << 64 else "a huge number"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 def _dtype(name: str) -> str:
     bare = name.removeprefix("torch.")
-    bare = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}.get(bare, bare)
+    bare = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "half": "float16", "float": "float32"}.get(
+        bare, bare
+    )
     if bare not in DTYPE_BYTES:
         raise ConfigError(f"{name!r} is no dtype of a cache that layerflow knows; there are {', '.join(DTYPE_BYTES)}")
     return bare
