@@ -99,9 +99,10 @@ class DirectStore:
         """
         results: list[ObjectResult] = []
         for first in range(0, len(places), SLOTS):
-            batch = [self._with_header(place, slot) for slot, place in enumerate(places[first : first + SLOTS])]
-            self._writer.landed(batch)
-            results += self._writer.commit(batch, until)
+            written = places[first : first + SLOTS]
+            headers = [self._with_header(place, slot) for slot, place in enumerate(written)]
+            self._writer.landed(written, headers)
+            results += self._writer.commit(headers, until)
         return results
 
     def revoke(self, places: Sequence[ObjectLocation]) -> None:

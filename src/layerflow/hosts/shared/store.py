@@ -183,15 +183,16 @@ class StoreWriter(abc.ABC):
         opened = self._of(place)
         return None if opened is None else (opened.address, opened.expires_at)
 
-    def landed(self, places: Sequence[ObjectLocation]) -> None:
-        """All layers of these opened objects were written, by other ways than :meth:`write`.
+    def landed(self, places: Sequence[ObjectLocation], headers: Sequence[ObjectLocation]) -> None:
+        """All layers of these objects were written, by other ways than :meth:`write`.
 
-        :param places: of their headers, wherever they were opened for; :meth:`commit` is called with the same.
+        :param places: that they were opened for. :param headers: where their headers lie; :meth:`commit` is called with
+            these.
         """
-        for place in places:
-            opened = self._open.get(place.key)
+        for place, header in zip(places, headers, strict=True):
+            opened = self._of(place)
             if opened is not None:
-                opened.offset, opened.layers, opened.checksum = place.offset, place.layers, None
+                opened.offset, opened.layers, opened.checksum = header.offset, place.layers, None
 
     def _of(self, place: ObjectLocation) -> OpenWrite | None:
         """None also for another job of this key: its room is not this one's."""
