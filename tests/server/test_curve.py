@@ -180,6 +180,32 @@ async def test_a_large_message_is_opened_beside_the_loop(world: World, monkeypat
     assert world.heard.empty()
 
 
+async def test_messages_that_are_being_opened_leave_no_room_for_another(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread has them: the newcomer is refused, and they are told."""
+    entered, go_on = threading.Semaphore(0), threading.Event()
+    opened = CurveServer.open
+
+    def slow(self: CurveServer, payload: bytes) -> tuple[int, bytes]:
+        if len(payload) > MOST // 2:
+            entered.release()
+            assert go_on.wait(PATIENCE_S)
+        return opened(self, payload)
+
+    monkeypatch.setattr(CurveServer, "open", slow)
+    monkeypatch.setattr(world.door, "_most_half_received", 5 * MOST // 2)
+    with contextlib.ExitStack() as stack:
+        for _ in range(2):
+            await stack.enter_context(world.client(world.friend)).send(bytes(MOST))
+            assert await asyncio.to_thread(entered.acquire, timeout=PATIENCE_S)
+        assert world.door.statistics().half_received_bytes >= 2 * MOST
+        await stack.enter_context(world.client(world.friend)).send(bytes(MOST))
+        await world.refused()
+        go_on.set()
+        assert [len((await world.message())[1] or b"") for _ in range(2)] == [MOST, MOST]
+
+
 async def test_a_client_without_curve_is_hung_up_on(world: World) -> None:
     host, port = world.endpoint.removeprefix("tcp://").rsplit(":", 1)
     with socket.create_connection((host, int(port)), PATIENCE_S) as client:

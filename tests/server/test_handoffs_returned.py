@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from unittest.mock import Mock
@@ -12,7 +13,7 @@ from layerflow.pool.base import NewObject, ReserveStatus
 from layerflow.pool.memory import MemoryPool
 from layerflow.server.handlers.following import view_of_handoff
 from layerflow.server.handoffs import registry
-from layerflow.server.handoffs.handoff import OBJECTS_PER_SLICE, HandoffStatus
+from layerflow.server.handoffs.handoff import OBJECTS_PER_SLICE, HandoffRecord, HandoffStatus
 from layerflow.server.handoffs.registry import Handoffs
 from layerflow.system.memfd import SharedMemory
 
@@ -220,3 +221,26 @@ def test_a_readers_lookup_sees_the_partial_chunk(arena: Arena) -> None:
     source = view_of_handoff(arena.pool, handoff)
     assert [tail.key for tail in source.tails(prompt.parent)] == [prompt.keys[-1]]
     assert not list(source.tails(prompt.keys[0]))
+
+
+def test_many_watchers_are_told_in_turns_and_one_that_raises_keeps_it_from_no_other(arena: Arena) -> None:
+    handoff, told = arena.handoffs.announce("h", 1e12), list[int]()
+
+    def watcher(number: int) -> Callable[[HandoffRecord], None]:
+        def tell(_: HandoffRecord) -> None:
+            if number == 2:
+                raise ValueError("a bug")
+            told.append(number)
+
+        return tell
+
+    for number in range(5):
+        arena.handoffs.watch(handoff, watcher(number))
+    assert arena.open("h", Prompt()) == ""
+    turns = 0
+    while arena.soon:
+        turns += 1
+        with contextlib.suppress(ValueError):
+            arena.soon.pop(0)()
+        assert len(told) <= turns, "others get their turn between two of them"
+    assert told == [0, 1, 3, 4]

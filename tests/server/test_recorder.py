@@ -7,7 +7,8 @@ import resource
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from e2e.known import KnownWorker, eventually, small_spec
@@ -35,8 +36,11 @@ from layerflow.recording.format import (
     Wanted,
 )
 from layerflow.recording.reader import Recording
-from layerflow.server import EmbeddedServer
+from layerflow.server import EmbeddedServer, spans
+from layerflow.server.clients import ClientSession
 from layerflow.server.recorder import RecordingThread
+from layerflow.wire import messages as wire
+from layerflow.wire.messages import Message
 from server.support import Embed, observe, worker_on
 
 SPEC = small_spec(content="digest-of-the-weights")
@@ -319,3 +323,18 @@ def test_of_more_spans_than_an_answer_takes_the_newest_are_told(embed: Embed, mo
         steps = [step["step"] for step in found()["steps"]]
         assert 0 < len(steps) < 12 and steps == list(range(13 - len(steps), 13))
     control.close()
+
+
+async def test_steps_without_spans_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker may tell of as many as it likes."""
+    monkeypatch.setattr(spans, "MOST_TRACE_BYTES", 10 * spans.STEP_BYTES)
+    worker = cast(ClientSession, SimpleNamespace(number=1, name="e", spec=None))
+
+    def answer(_: ClientSession, asked: Message) -> None:
+        assert isinstance(asked, wire.SpansWanted)
+        steps = [wire.StepSpans(number, float(number), b"") for number in range(100)]
+        questions.answered(worker, wire.Spans(asked.id, 100, steps))
+
+    questions = spans.SpanQuestions(answer)
+    found = await spans.trace_workers(questions, [worker], 60.0)
+    assert [step["step"] for step in found["steps"]] == list(range(90, 100)) and found["left_out"] == 90

@@ -33,6 +33,15 @@ def parse(data: bytes, cuts: list[int], zmtp: Zmtp | None = None) -> list[bytes 
     return found
 
 
+class Sealing(Null):
+    """A mechanism whose handshake is over, and whose seal is the content itself."""
+
+    name, sealing = b"SEALING", True
+
+    def __init__(self) -> None:
+        self.ready = True
+
+
 messages = st.lists(
     st.one_of(
         st.binary(max_size=300).map(lambda content: (frame(content), [content])),
@@ -107,3 +116,17 @@ def test_frames_of_a_message_that_does_not_end_are_not_kept() -> None:
     parse(greeting() + ready() + frame(bytes(60_000), MORE) * 10, [], zmtp)
     assert zmtp.waiting == 0
     assert zmtp.amid
+
+
+def test_a_sealed_message_counts_until_its_content_is_handed_on() -> None:
+    zmtp, large = Zmtp(Sealing(), limit), frame(bytes(MOST), LONG)
+    zmtp.feed(greeting(b"SEALING"))
+    assert zmtp.next() is Parsed.OTHER
+    zmtp.feed(large)
+    assert zmtp.next() is Parsed.SEALED
+    assert zmtp.unfinished == zmtp.waiting == MOST
+    zmtp.unseal()
+    assert zmtp.unfinished == MOST, "nobody has taken it yet"
+    zmtp.feed(b"\0")
+    assert zmtp.next() == bytes(MOST)
+    assert (zmtp.unfinished, zmtp.waiting) == (2, 1)

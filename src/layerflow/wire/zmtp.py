@@ -121,6 +121,7 @@ class Zmtp:
         self._greeted = False
         self._sealed = b""  # a message that is to be opened
         self._opened: tuple[int, bytes] | None = None  # its flags and content
+        self._whole = 0  # bytes of a sealed message from when it is whole until its content is handed on
         self._several = 0  # bytes of the frames so far, where the message has several; 0 = it has not
         self.output = bytearray(
             _SIGNATURE + bytes((3, 1)) + mechanism.name.ljust(20, b"\0") + b"\x01" + bytes(31)
@@ -139,12 +140,12 @@ class Zmtp:
     @property
     def waiting(self) -> int:
         """Bytes that are kept until what they belong to is whole."""
-        return len(self._data) - self._at
+        return len(self._data) - self._at + self._whole
 
     @property
     def unfinished(self) -> int:
-        """Bytes that a half-received frame takes when it is whole; 0 = none is half received."""
-        return self._wanted if self._at < len(self._data) else 0
+        """Bytes that a half-received frame takes when it is whole, and of a sealed message that is not handed on."""
+        return (self._wanted if self._at < len(self._data) else 0) + self._whole
 
     @property
     def amid(self) -> bool:
@@ -177,6 +178,7 @@ class Zmtp:
             return self._greet(data, have)
         if self._opened is not None:
             (flags, body), self._opened = self._opened, None
+            self._whole = 0
             return self._told(flags, body)
         if have < self._wanted:
             return Parsed.NOTHING
@@ -201,7 +203,7 @@ class Zmtp:
             self._data, self._at = bytes(memoryview(data)[end:]), 0
         if not (self._mechanism.sealing and self._mechanism.ready):
             return self._told(flags, body)
-        self._sealed = body
+        self._sealed, self._whole = body, size
         if size > UNSEALED_AT_ONCE:
             return Parsed.SEALED
         self.unseal()

@@ -8,13 +8,12 @@ costs the prefiller nothing.
 
 from __future__ import annotations
 
-import functools
 import heapq
 import itertools
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import structlog
 
@@ -112,6 +111,7 @@ class Handoffs:
         self._over: deque[HandoffRecord] = deque()
         self._returning: deque[Slices[None]] = deque()
         self._returns_later = False
+        self._telling: deque[tuple[HandoffRecord, Iterator[Told]]] = deque()  # watchers to be told, in order
         self._revocable: list[tuple[bool, int, HandoffRecord]] = []  # complete ones, and some that were
         self._waiting: dict[bytes, list[HandoffRecord]] = {}
         self._pinned = PinnedObjects()
@@ -633,5 +633,24 @@ class Handoffs:
     def _tell(self, handoff: HandoffRecord) -> None:
         self._changed()
         watchers, handoff.watchers = handoff.watchers, {}
-        for told in watchers:
-            self._soon(functools.partial(told, handoff))
+        if watchers:
+            self._telling.append((handoff, iter(watchers)))
+            if len(self._telling) == 1:
+                self._soon(self._tell_some)
+
+    def _tell_some(self) -> None:
+        """Tell watchers; where there are many, in turns with the rest of the loop."""
+        until = time.monotonic() + SLICE_S
+        try:
+            while self._telling:
+                handoff, left = self._telling[0]
+                told = next(left, None)
+                if told is None:
+                    self._telling.popleft()
+                    continue
+                told(handoff)
+                if time.monotonic() >= until:
+                    break
+        finally:  # what one of them raises keeps it from no other
+            if self._telling:
+                self._soon(self._tell_some)

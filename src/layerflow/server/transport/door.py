@@ -439,7 +439,8 @@ class Door:
         by_whom = Counter({connection.who: size})
         for one in others:
             by_whom[one.who] += one.zmtp.unfinished
-        others.sort(key=lambda one: one.message_since)
+        # A thread has the message that it opens: that memory does not come back by hanging up.
+        others = sorted((one for one in others if not one.unsealing), key=lambda one: one.message_since)
         while others and held > self._most_half_received:
             # Of whom most is held; this connection's own message goes on in any case.
             most = max((one.who for one in others), key=by_whom.__getitem__)
@@ -448,6 +449,8 @@ class Door:
             held -= oldest.zmtp.unfinished
             by_whom[most] -= oldest.zmtp.unfinished
             self._hang_up(oldest, "its message does not end, and others wait to send theirs")
+        if held > self._most_half_received:
+            raise ProtocolError(f"a message of {size} bytes, while as many large ones as may be are being opened")
 
     # Sending --------------------------------------------------------------------------------------
 
