@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -9,7 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim.worlds import CHUNK, LAYER_S, LAYERS, OBJECT_BYTES, TOKEN_BYTES, conversations, machine, run, trace_of
 
+from layerflow.config.settings import Settings
+from layerflow.errors import ConfigError
 from layerflow.flow.cost import ComputeCost, LinkCost, ModeInputs, forecast
+from layerflow.sim.simulation import MOST_WORKERS, EngineLoads, simulate
 
 PROMPT = [*range(20)]
 
@@ -17,6 +21,36 @@ PROMPT = [*range(20)]
 def again(seconds: float = 1.0, new: int = 1) -> Any:
     """A prompt, and later the same with one more block."""
     return trace_of([(0.0, 20 * CHUNK, 1, PROMPT), (seconds, (20 + new) * CHUNK, 1, [*PROMPT, *range(100, 100 + new)])])
+
+
+def test_engines_that_have_nothing_to_do_cost_nothing() -> None:
+    trace = conversations(3)
+    figures = run(trace, machine(engines=MOST_WORKERS)).figures
+    assert figures.requests == len(trace.requests)
+    passed_s = figures.link_busy[1] * MOST_WORKERS * figures.seconds
+    assert passed_s == pytest.approx(run(trace, machine()).figures.link_busy[1] * figures.seconds, rel=0.3)
+
+
+def test_more_workers_than_a_server_takes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="4,098 workers are more than a server takes, 4,096"):
+        run(again(), machine(engines=MOST_WORKERS // 2 + 1, tp=2))
+
+
+def test_requests_go_to_engines_that_have_least_to_do_and_progress_is_told() -> None:
+    loads, draws, counts = EngineLoads(5, random.Random(4)), random.Random(4), [0] * 5
+    busy: list[int] = []
+    for turn in range(400):
+        if busy and turn % 3 == 2:
+            number = busy.pop(turn % len(busy))
+            loads.give_back(number)
+            counts[number] -= 1
+            continue
+        busy.append(loads.take())
+        assert busy[-1] == draws.choice([each for each in range(5) if counts[each] == min(counts)])
+        counts[busy[-1]] += 1
+    trace, told = conversations(3), []
+    simulate(machine(), Settings(), trace, tell=lambda: told.append(None))
+    assert len(told) == len(trace.requests)
 
 
 @settings(deadline=None, max_examples=12)

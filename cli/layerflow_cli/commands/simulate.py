@@ -208,9 +208,10 @@ def _run(machine: Machine, settings: Settings, trace: RequestTrace, seed: int, j
     from layerflow.sim import simulation  # noqa: PLC0415
     from layerflow_cli.output import console, progress, tables, write_json  # noqa: PLC0415
 
-    with progress(1) as advance:
-        advance(f"{len(trace.requests):,} requests of {trace.name}")
-        figures = simulation.simulate(machine, settings, trace, seed=seed).figures
+    what = f"requests of {trace.name}"
+    with progress(len(trace.requests)) as advance:
+        advance(what)
+        figures = simulation.simulate(machine, settings, trace, seed=seed, tell=lambda: advance(what)).figures
     result = _result(figures, trace)
     if json_file is not None:
         write_json(json_file, {"trust": None, **result})

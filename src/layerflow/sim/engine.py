@@ -189,11 +189,6 @@ class SimulatedEngine:
             sum(len(group.layers) * group.bytes_per_block / group.block_size for group in spec.groups) / spec.num_layers
         )
 
-    @property
-    def load(self) -> int:
-        """Requests that are not done."""
-        return len(self._waiting) + len(self._running) + self._in_bulk
-
     def submit(self, request: TracedRequest) -> None:
         """A request has come."""
         self._waiting.append(RunningRequest(request))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import bisect
+import functools
 import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 
 from layerflow.config.settings import Settings
+from layerflow.errors import ConfigError
 from layerflow.flow.window import BatchCaps, WindowCaps
 from layerflow.pool.directory import DirectoryEntry
 from layerflow.pool.eviction import AdaptiveClock, EvictionPolicy
@@ -22,12 +26,16 @@ from layerflow.sim.kinds import refuse_kinds
 from layerflow.sim.lru import Lru
 from layerflow.sim.machine import Machine
 from layerflow.sim.server import SimulatedServer
-from layerflow.sim.trace import RequestTrace
+from layerflow.sim.trace import RequestTrace, TracedRequest
 from layerflow.sim.worker import LinkTimes, SimulatedLink, SimulatedWorker
 from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
 
 EVICTIONS: dict[str, Callable[[], EvictionPolicy[DirectoryEntry]]] = {"car": AdaptiveClock, "lru": Lru}
 """Orders of eviction by name: layerflow's, and one to compare it with."""
+
+
+MOST_WORKERS: Final = 4096
+"""The most that ``server.max_sessions`` may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,16 +104,56 @@ class Outcome:
     requests: Sequence[RunningRequest]
 
 
+class EngineLoads:
+    """Chooses one of the engines that have least to do; by their numbers, how many requests each has.
+
+    :param draws: which one, where several have as little.
+    """
+
+    def __init__(self, engines: int, draws: random.Random) -> None:
+        self._draws = draws
+        self._loads = [0] * engines
+        self._by_load: list[list[int]] = [list(range(engines))]  # of each load the engines that have it, in order
+
+    def take(self) -> int:
+        """The engine of one more request."""
+        number = self._draws.choice(next(filter(None, self._by_load)))
+        self._move(number, 1)
+        return number
+
+    def give_back(self, number: int) -> None:
+        """A request of an engine has ended."""
+        self._move(number, -1)
+
+    def _move(self, number: int, by: int) -> None:
+        before, self._loads[number] = self._loads[number], self._loads[number] + by
+        of = self._by_load[before]
+        del of[bisect.bisect_left(of, number)]
+        if before + by == len(self._by_load):
+            self._by_load.append([])
+        bisect.insort(self._by_load[before + by], number)
+
+
 def simulate(
-    machine: Machine, settings: Settings, trace: RequestTrace, *, seed: int = 0, validate: bool = False
+    machine: Machine,
+    settings: Settings,
+    trace: RequestTrace,
+    *,
+    seed: int = 0,
+    validate: bool = False,
+    tell: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Run a trace to its end. Equal arguments, equal outcomes.
 
     :param seed: of what is drawn: which engine a request goes to where several have as little to do.
+    :param tell: called at the end of each request.
     :param validate: check the core's and the pool's invariants as it goes; slow.
-    :raises ConfigError: the model's caches are not simulated.
+    :raises ConfigError: the model's caches are not simulated, or so many workers are more than a server takes.
     """
     refuse_kinds(machine.spec)
+    workers = machine.engines * machine.spec.shard.tp_size
+    if workers > MOST_WORKERS:
+        raise ConfigError(f"{workers:,} workers are more than a server takes, {MOST_WORKERS:,}; simulate fewer engines")
     clock, arena = VirtualClock(), SimulatedArena(machine.arena_bytes)
     pool = MemoryPool(
         arena,
@@ -116,16 +164,28 @@ def simulate(
     limits = limits_of(settings, arena.nbytes)
     server = SimulatedServer(clock, limits, pool, settings, validate=validate)
     ended: list[RunningRequest] = []
-    engines = [_engine(machine, settings, clock, server, ended.append) for _ in range(machine.engines)]
-    draws = random.Random(seed)  # noqa: S311 - no secret
+    loads = EngineLoads(machine.engines, random.Random(seed))  # noqa: S311 - no secret
+    engines: dict[int, SimulatedEngine] = {}
+
+    def submit(request: TracedRequest) -> None:
+        number = loads.take()
+        if number not in engines:  # most of many engines may never have anything to do
+            engines[number] = _engine(machine, settings, clock, server, functools.partial(end, number))
+        engines[number].submit(request)
+
+    def end(number: int, request: RunningRequest) -> None:
+        loads.give_back(number)
+        ended.append(request)
+        tell()
+
     for purge in trace.purges:
         clock.at(purge, server.purge)
     for request in trace.requests:
-        clock.at(request.at, lambda request=request: _least(engines, draws).submit(request))  # type: ignore[misc]
+        clock.at(request.at, functools.partial(submit, request))
     clock.run()
     if validate:
         pool.validate()
-    return Outcome(_figures(ended, server, engines), ended)
+    return Outcome(_figures(ended, server, list(engines.values()), machine), ended)
 
 
 def _engine(
@@ -158,13 +218,13 @@ def _engine(
 
 
 def _figures(
-    requests: Sequence[RunningRequest], server: SimulatedServer, engines: Sequence[SimulatedEngine]
+    requests: Sequence[RunningRequest], server: SimulatedServer, engines: Sequence[SimulatedEngine], machine: Machine
 ) -> Figures:
     pool, flow = server.pool.statistics(), server.flow.statistics()
     workers = [worker for engine in engines for worker in engine.workers]
     seconds = max([each.ended_at for each in requests], default=0.0)
     passed = [link.free_at for worker in workers for link in (worker.loads, worker.saves)]
-    share = len(workers) * max(seconds, *passed) or 1.0
+    share = machine.engines * machine.spec.shard.tp_size * max([seconds, *passed]) or 1.0
     return Figures(
         requests=len(requests),
         tokens=sum(each.request.tokens for each in requests),
@@ -185,12 +245,6 @@ def _figures(
         failed_loads=server.failed_loads,
         events=server.events,
     )
-
-
-def _least(engines: Sequence[SimulatedEngine], draws: random.Random) -> SimulatedEngine:
-    """One of the engines that have least to do."""
-    least = min(engine.load for engine in engines)
-    return draws.choice([engine for engine in engines if engine.load == least])
 
 
 def one_group_spec(*, layers: int, bytes_per_token: int, chunk_tokens: int, block_size: int, tp: int) -> ModelSpec:
