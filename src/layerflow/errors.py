@@ -25,6 +25,8 @@ Each message says what happened, to which request, layer or block, and what to d
 
 from __future__ import annotations
 
+import json
+
 
 class LayerflowError(Exception):
     """Base of everything layerflow raises on purpose."""
@@ -131,3 +133,11 @@ class InvalidTransition(LayerflowError):
         super().__init__(what if not story else f"{what}; story: {' -> '.join(story)}")
         self.what = what
         self.story = story
+
+
+def shown(value: object) -> str:
+    """A foreign value of a JSON file in a message, cut where it is long."""
+    if isinstance(value, int) and abs(value) >= 1 << 64:
+        return "a huge number"
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."

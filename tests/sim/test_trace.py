@@ -29,6 +29,23 @@ def test_a_prompt_of_whole_blocks_has_no_rest():
     assert len(request.chunks) == 3 and not request.tail
 
 
+def test_what_a_line_says_wrong_is_named_and_not_quoted_at_length():
+    for line, words in (
+        ([], "should be a JSON object"),
+        (LINE | {"hash_ids": None}, "hash_ids should be a list"),
+        (LINE | {"output_length": 10**400}, "output_length = a huge number: should be a whole number, 0 to"),
+        (LINE | {"input_length": "x" * 500}, "input_length = "),
+    ):
+        with pytest.raises(ConfigError, match=words) as error:
+            parse_trace([json.dumps(line)], name="t")
+        assert len(str(error.value)) < 200
+
+
+def test_an_answer_of_no_token_counts_as_one():
+    lines = [json.dumps(LINE | {"output_length": 0}), json.dumps(LINE | {"output_length": None, "block_size": None})]
+    assert [request.output for request in parse_trace(lines, name="t").requests] == [1, 1]
+
+
 def test_blocks_of_another_size():
     line = LINE | {"block_size": 16, "input_length": 48}
     assert parse_trace([json.dumps(line)], name="t").block_tokens == 16
@@ -48,6 +65,10 @@ def test_compressed_or_not(tmp_path: Path):
         {}, {"timestamp": "soon"}, {"input_length": 0}, {"input_length": 5000}, {"hash_ids": [1, 2]},
         {"hash_ids": [1, 2, "x"]}, {"hash_ids": [1, 2, -3]}, {"hash_ids": [1, True, 3]}, {"hash_ids": 3},
         {"timestamp": -1e300}, {"timestamp": float("nan")}, {"block_size": -512}, {"block_size": 256},
+        {"block_size": 0}, {"block_size": "512"}, {"input_length": 1100.7}, {"input_length": "1100"},
+        {"input_length": True}, {"output_length": -1}, {"output_length": 10**400}, {"output_length": 1e9},
+        {"output_length": "3"}, {"timestamp": "7500"}, {"timestamp": True}, {"timestamp": 10**400},
+        {"timestamp": None}, {"hash_ids": None}, {"hash_ids": {"1": 2}}, {"hash_ids": [1, 2, 10**400]}, "[" * 100_000,
     ],
 )  # fmt: skip
 def test_a_line_that_is_no_request_is_named(line: str | dict[str, Any]):

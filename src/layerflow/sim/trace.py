@@ -13,11 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from layerflow.errors import ConfigError
+from layerflow.errors import ConfigError, shown
 from layerflow.keys import DIGEST_BYTES
 
 BLOCK_TOKENS = 512
 """Of a block of Mooncake's traces, whose lines do not tell."""
+
+MOST_TOKENS = 10_000_000
+"""Of a prompt, an answer or a block: tenfold what models take today."""
+
+MOST_MS = 1e15
+"""Of a timestamp: milliseconds since 1970 have 13 digits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +88,17 @@ def parse_trace(lines: Iterable[str], *, name: str, block_tokens: int = BLOCK_TO
             continue
         try:
             record = json.loads(line)
-            told = int(record.get("block_size") or block_tokens)
+            if not isinstance(record, dict):
+                raise ValueError("should be a JSON object")
+            told = _whole(record, "block_size", block_tokens, least=1)
             if requests and told != size:
                 raise ValueError(f"blocks of {told} tokens, and of {size} before")
             size = told
             if not requests:
-                first = float(record["timestamp"])
+                first = _real(record, "timestamp")
             requests.append(_request(len(requests), record, first, size))
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-            what = f"no {error.args[0]!r}" if isinstance(error, KeyError) else str(error)
-            raise ConfigError(f"{name}, line {number}: {what}; it is no request of a trace") from error
+        except (ValueError, RecursionError) as error:  # thousands of nested lists
+            raise ConfigError(f"{name}, line {number}: {error}; it is no request of a trace") from error
     if not requests:
         raise ConfigError(f"{name}: no request in it")
     requests.sort(key=lambda request: (request.at, request.number))
@@ -99,23 +106,39 @@ def parse_trace(lines: Iterable[str], *, name: str, block_tokens: int = BLOCK_TO
 
 
 def _request(number: int, record: dict[str, Any], first: float, size: int) -> TracedRequest:
-    tokens, output = int(record["input_length"]), max(1, int(record.get("output_length", 1)))
-    ids = [_digest(each) for each in record["hash_ids"]]
-    if size < 1:
-        raise ValueError(f"block_size {size} must be positive")
-    if tokens < 1 or len(ids) != -(-tokens // size):
+    tokens, output = _whole(record, "input_length", least=1), max(1, _whole(record, "output_length", 1, least=0))
+    told = record.get("hash_ids")
+    if not isinstance(told, list):
+        raise ValueError("hash_ids should be a list of numbers")
+    ids = [numbered_digest(_checked("a hash id", each, 0, (1 << 64) - 1)) for each in told]
+    if len(ids) != -(-tokens // size):
         raise ValueError(f"{len(ids)} hash_ids for {tokens} tokens in blocks of {size}")
     full = tokens // size
-    at = (float(record["timestamp"]) - first) / 1e3
+    at = (_real(record, "timestamp") - first) / 1e3
     if not 0.0 <= at < 1e9:
         raise ValueError(f"timestamp {record['timestamp']} is before the first one, or decades later")
     return TracedRequest(number, at, tokens, output, tuple(ids[:full]), b"".join(ids[full:]))
 
 
-def _digest(number: object) -> bytes:
-    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 1 << 64:
-        raise ValueError(f"hash id {number!r} is no number")
-    return numbered_digest(number)
+def _whole(record: dict[str, Any], name: str, default: int | None = None, *, least: int) -> int:
+    """A whole number of a line, within bounds; `default` where it is absent or null."""
+    value = record.get(name)
+    if value is None and default is not None:
+        return default
+    return _checked(name, value, least, MOST_TOKENS)
+
+
+def _checked(name: str, value: object, least: int, most: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ValueError(f"{name} = {shown(value)}: should be a whole number, {least:,} to {most:,}")
+    return value
+
+
+def _real(record: dict[str, Any], name: str) -> float:
+    value = record.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MOST_MS:  # nor NaN
+        raise ValueError(f"{name} = {shown(value)}: should be a number of milliseconds")
+    return float(value)
 
 
 def numbered_digest(number: int) -> bytes:

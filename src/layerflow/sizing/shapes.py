@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from layerflow.boxes.shard import Shard
-from layerflow.errors import ConfigError
+from layerflow.errors import ConfigError, shown
 from layerflow.kinds import KINDS
 from layerflow.spec import DTYPE_BYTES, GroupSpec, ModelSpec, Plane, default_chunk_tokens
 
@@ -596,12 +596,6 @@ def _checkpoints_kv_dtype(config: Mapping[str, Any], notes: list[str], *, latent
 
 
 _KV_SCHEMES = ("kv_cache_scheme", "kv_cache_quant_algo")
-
-
-def shown(value: object) -> str:
-    """A foreign value in a message, cut where it is long."""
-    text = json.dumps(value, default=str) if not isinstance(value, int) or abs(value) < 1 << 64 else "a huge number"
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _dtype(name: str) -> str:
