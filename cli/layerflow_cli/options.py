@@ -120,8 +120,31 @@ def assignments(items: Sequence[str]) -> dict[str, str]:
 
 
 def overrides(sets: Sequence[str], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """What the command line sets: ``--set`` items, then flags that were given (not None).
+    """What the command line sets: ``--set`` items, and flags that were given (not None).
 
-    :raises ConfigError: see :func:`assignments`.
+    :raises ConfigError: see :func:`assignments`; or a key is set in both ways.
     """
-    return {**assignments(sets), **{key: value for key, value in flags.items() if value is not None}}
+    values, given = assignments(sets), {key: value for key, value in flags.items() if value is not None}
+    for key in values.keys() & given.keys():
+        raise ConfigError(f"--set {key} and the option for {key} are both given; keep one")
+    return {**values, **given}
+
+
+def refuse_foreign(context: typer.Context, why: str, *names: str) -> None:
+    """Refuse options that mean nothing in the command's present mode.
+
+    :param why: what the mode is, as the end of a sentence. :param names: of options' parameters.
+    :raises ConfigError: some of them were given on the command line.
+    """
+    given = [
+        parameter.opts[-1]
+        for parameter in context.command.params
+        if parameter.name in names and _on_command_line(context, parameter.name)
+    ]
+    if given:
+        raise ConfigError(f"{', '.join(given)}: {why}; leave {'it' if len(given) == 1 else 'them'} out")
+
+
+def _on_command_line(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import command_lines
 import pytest
 from e2e.known import KnownWorker, eventually, small_spec
 from typer.testing import CliRunner
@@ -94,6 +95,12 @@ def test_a_trace_of_a_recording(served: tuple[str, KnownWorker], tmp_path: Path)
     assert eventually(lambda: told(tmp_path / "x.json", "trace", str(path), "--out", str(out)).get("steps") == 1)
     unknown = invoke("trace", str(path), "--engine", "vllm-1")
     assert unknown.exit_code == 2 and "has no engine 'vllm-1'; there are vllm-0" in unknown.stderr
+
+
+def test_options_of_the_other_mode_are_refused() -> None:
+    said = command_lines.refused("record", "--info", "x.lfr", "--for", "1h", "--max-bytes", "1GiB")
+    assert "--for, --max-bytes: tells how to record" in said
+    assert "--endpoint: a recording asks no server" in command_lines.refused("trace", "x.lfr", "--endpoint", "ipc:///x")
 
 
 @pytest.mark.parametrize(

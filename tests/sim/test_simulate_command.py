@@ -92,7 +92,8 @@ def test_a_curve_on_the_terminal_as_json_and_as_a_page(trace, model, tmp_path):
     assert len(rates) == 12 and rates[0] < rates[-1] and told["points"][-1]["pool_size_bytes"] == 1 << 30
     assert page.read_text().count("<circle") == 12
     assert "sample less thinly" in refused(*curve, "--sample", "4")
-    assert "nothing of it is timed" in refused(*curve, "--link", "1GB/s")
+    for timed in (("--link", "1GB/s"), ("--link-latency-us", "3"), ("--step-ms", "3"), ("--seed", "1")):
+        assert f"{timed[0]}: tells of times" in refused(*curve, *timed)
 
 
 def test_a_recording_is_believed_at_other_sizes_where_its_own_hits_are_predicted(tmp_path):
@@ -119,7 +120,7 @@ def test_a_recording_is_believed_at_other_sizes_where_its_own_hits_are_predicted
     assert told["trust"]["trusted"] == ("<- knee" in shown)
     timed = simulate(str(path))
     assert timed.exit_code == 0 and "what was recorded, and what is predicted" in timed.stdout
-    assert "tells its own model" in refused(str(path), "--curve", "pool.size", "--first", "3")
+    assert "--first: a recording tells its own" in refused(str(path), "--curve", "pool.size", "--first", "3")
     chosen = json.loads(simulate(str(path), "--curve", "pool.size", "--set", "pool.size=2MiB", "--json", "-").stdout)
     assert chosen["points"][-1]["pool_size_bytes"] == 2 << 20
 
@@ -140,7 +141,9 @@ def test_a_recording_is_timed_and_another_configuration_beside_it(tmp_path):
     assert late["other"]["exposed_per_step"]["mean_ms"] > 50 > told["own"]["exposed_per_step"]["mean_ms"]
     same = json.loads(simulate(path, "--set", "transfer.copy_way=staged", "--json", "-").stdout)
     assert same["other"] == same["own"] and same["not_simulated"] == ["transfer.copy_way"]
-    assert "tells its own engines" in refused(path, "--layer-us", "3")
+    for told in ("--layer-us", "--batched-tokens", "--seed", "--tp", "--engines", "--step-ms"):
+        assert f"{told}: a recording tells its own" in refused(path, told, "3")
+    assert "--kv-dtype, --seed: a recording tells" in refused(path, "--seed", "0", "--kv-dtype", "fp8")
     assert "belongs to --curve" in refused(path, "--eviction", "lru")
     machine.records.append(Dropped(machine.now, 3))
     cut = str(machine.write(tmp_path / "y.lfr"))
@@ -155,6 +158,10 @@ def test_refuses_in_one_line(trace, model, tmp_path):
     assert "pool.size" in refused(trace, "--model", model, "--curve", "log.level")
     assert "lru" in refused(trace, "--model", model, "--eviction", "random", *MACHINE)
     assert "--curve" in refused(trace, "--model", model, *MACHINE, "--sample", "4")
+    for option in ("--layer-us", "--step-ms", "--speed", "--link-latency-us", "--flops", "--active-params"):
+        for value in ("inf", "nan", "1e300"):
+            assert option in refused(trace, "--model", model, "--link", "25GB/s", option, value)
+    assert "keep one" in refused(trace, "--model", model, *MACHINE, "--set", "pool.size=1GiB", "--ram", "2GiB")
     assert "cannot be read" in refused(str(tmp_path / "none"), "--model", model, *MACHINE)
     wrong = tmp_path / "wrong.jsonl"
     wrong.write_text('{"timestamp": 0}')

@@ -140,6 +140,15 @@ def test_the_table_of_the_documentation():
         (["--flops", "1e12", "--active-params", "8e9"], "give --link"),
         (["--link", "25GB/s", "--layer-us", "3", "--flops", "1e12"], "give one"),
         (["--link", "25GB/h"], "write bytes a second"),
+        (["--link", "25Gb/s"], "so many bits are 3.125GB/s"),
+        (["--link", "400gb/s"], "bits or bytes? Write GB/s"),
+        (["--link", "100Gib/s"], "12.5GiB/s"),
+        (["--link", "25Gbit/s"], "3.125GB/s"),
+        (["--link", "1B/s"], "a link moves 1MB to 1PB in a second"),
+        (["--link", "0"], "a link moves"),
+        (["--tp", "100000"], "--tp"),
+        (["--engines", "1000000"], "--engines"),
+        (["--traffic", "inf"], "--traffic"),
         (["--link", "quick"], "is not a size"),
         (["--ram", "a lot"], "is not a size"),
         (["--prompt", "0"], "at least one token"),
@@ -162,4 +171,4 @@ def test_nothing_to_plan_is_one_line(tmp_path):
     assert '"config"' in refused("--table", str(tmp_path / "models.json"))
     (tmp_path / "models.json").write_text("[" * 100_000)
     assert "cannot be read" in refused("--table", str(tmp_path / "models.json"))
-    assert "leave --json out" in refused("--table", str(FILE), "--json", "-")
+    assert "--json: --table prints Markdown, and no file; leave it out" in refused("--table", str(FILE), "--json", "-")

@@ -80,6 +80,8 @@ def test_a_badly_tuned_file_is_changed_in_what_is_wrong_with_it(recorded: Record
         (("--goal", "speed"), "use exposed_p99"),
         (("--goal", "exposed_p99=fast"), "write a time such as"),
         (("--also", "pool.sise"), "pool.size"),
+        (("--html", "x", "--for", "nonsense"), "--for, --html: belongs to --verify; leave them out"),
+        (("--endpoint", "ipc:///x"), "--endpoint: belongs to --verify"),
         (("-o", "layerflow.toml"), "is the file that is tuned"),
         (("-o", "hard.toml"), "is the file that is tuned"),
         (("-o", "x.lfr"), "is a recording"),

@@ -25,7 +25,7 @@ from layerflow_cli.machine import (
     layer_cost,
     link_cost,
 )
-from layerflow_cli.options import JsonFile
+from layerflow_cli.options import JsonFile, refuse_foreign
 
 if TYPE_CHECKING:
     from layerflow.sizing import Capacity, PlannedFile, Race
@@ -36,6 +36,7 @@ _HEADER_WIDTH = 78
 
 
 def plan(
+    context: typer.Context,
     model: ModelFolder = None,
     tp: TensorRanks = 1,
     pp: Annotated[int, typer.Option(min=1, metavar="N", help="Pipeline stages of one engine.")] = 1,
@@ -48,7 +49,8 @@ def plan(
     active_params: ActiveParams = None,
     layer_us: LayerTime = None,
     traffic: Annotated[
-        float | None, typer.Option(min=0, metavar="N", help="New tokens a second that all engines together store.")
+        float | None,
+        typer.Option(min=0, max=1e15, metavar="N", help="New tokens a second that all engines together store."),
     ] = None,
     dtype: Annotated[
         str, typer.Option(metavar="NAME", help="What the model computes in, as vLLM's --dtype; float32 is halved.")
@@ -89,8 +91,8 @@ def plan(
     if (model is None) == (table is None):
         raise ConfigError("give a model's folder with --model, or a file of models with --table")
     if table is not None:
-        if json_file is not None:
-            raise ConfigError("--table prints Markdown; leave --json out")
+        foreign = ("engines", "link", "link_latency_us", "flops", "active_params", "layer_us", "traffic", "like")
+        refuse_foreign(context, "--table prints Markdown, and no file", *foreign, "chunk_tokens", "json_file")
         rows = [
             (
                 name,

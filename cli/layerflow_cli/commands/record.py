@@ -13,13 +13,14 @@ import typer
 from layerflow.endpoint import check_listened
 from layerflow.errors import ConfigError, SessionError
 from layerflow_cli.commands.status import endpoint_of
-from layerflow_cli.options import ConfigFile, Endpoint, JsonFile, parse_duration
+from layerflow_cli.options import ConfigFile, Endpoint, JsonFile, parse_duration, refuse_foreign
 
 LOOK_S = 0.5
 """How often the server is asked whether it still records."""
 
 
 def record(
+    context: typer.Context,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="What to record in, on the server's machine.")
     ] = None,
@@ -47,7 +48,10 @@ def record(
     """
     if (info is None) == (output is None):
         raise ConfigError("give -o FILE to record, or --info FILE to see what is in a recording")
-    if info is None:
+    if info is not None:
+        why = "tells how to record, and --info records nothing"
+        refuse_foreign(context, why, "duration", "max_bytes", "endpoint", "config")
+    else:
         assert output is not None
         from layerflow.config.fields import parse_size  # noqa: PLC0415 - pulls pydantic in
 

@@ -22,7 +22,7 @@ from layerflow_cli.machine import (
     layer_cost,
     link_cost,
 )
-from layerflow_cli.options import ConfigFile, JsonFile, SettingItems, overrides
+from layerflow_cli.options import ConfigFile, JsonFile, SettingItems, overrides, refuse_foreign
 from layerflow_cli.output_file import checked_file, write_all
 
 if TYPE_CHECKING:
@@ -49,9 +49,14 @@ TRUSTED = 0.02
 believed at other sizes."""
 
 _BAR = 34
+_LINK = ("link", "link_latency_us")
+_TIMED = ("flops", "active_params", "layer_us", "batched_tokens", "engine_tokens", "step_ms", "engines", "seed")
+_TOLD = ("model", "tp", "kv_dtype", "speed", "first")
+"""Options that belong together: what links take; what else takes time; what a recording says by itself."""
 
 
 def simulate(
+    context: typer.Context,
     trace: Annotated[
         Path, typer.Argument(metavar="TRACE", help="JSON lines as Mooncake's traces, also .gz; or a recording.")
     ],
@@ -64,7 +69,9 @@ def simulate(
     link: LinkRate = None,
     link_latency_us: Annotated[
         float | None,
-        typer.Option(min=0, metavar="US", help="What each load waits before it moves; of a recording, its own."),
+        typer.Option(
+            min=0, max=1e9, metavar="US", help="What each load waits before it moves; of a recording, its own."
+        ),
     ] = None,
     flops: Flops = None,
     active_params: ActiveParams = None,
@@ -78,10 +85,13 @@ def simulate(
     ] = 0,
     step_ms: Annotated[
         float,
-        typer.Option(min=0, metavar="MS", help="What each step takes beside its layers; of decoding, nearly all."),
+        typer.Option(
+            min=0, max=1e9, metavar="MS", help="What each step takes beside its layers; of decoding, nearly all."
+        ),
     ] = 0,
     speed: Annotated[
-        float, typer.Option(min=1e-6, metavar="X", help="Let requests come so many times as fast as they came.")
+        float,
+        typer.Option(min=1e-6, max=1e6, metavar="X", help="Let requests come so many times as fast as they came."),
     ] = 1.0,
     first: Annotated[int, typer.Option(min=0, metavar="N", help="Only so many requests; 0 = all.")] = 0,
     eviction: Annotated[str, typer.Option(metavar="NAME", help="car, as the server; or lru, to compare with.")] = "car",
@@ -124,23 +134,17 @@ def simulate(
         raise ConfigError(f"--curve {curve}: pool.size is the key that a curve is drawn for")
     if eviction not in EVICTIONS:
         raise ConfigError(f"--eviction {eviction}: use one of {', '.join(EVICTIONS)}")
-    if curve is None and (sample > 1 or html is not None):
-        raise ConfigError("--sample and --html belong to --curve pool.size")
-    if curve is not None and any(each is not None for each in (link, link_latency_us, flops, active_params, layer_us)):
-        raise ConfigError("--curve takes no link and no compute: nothing of it is timed")
+    if curve is None:
+        refuse_foreign(context, "belongs to --curve pool.size", "sample", "html")
+    else:
+        refuse_foreign(context, "tells of times, and of --curve nothing is timed", *_LINK, *_TIMED)
     given = overrides(settings or (), {"pool.size": ram})
     configured = Settings.load(file, given)
     output = CurveOutput(eviction, sample, html, json_file)
     if is_recording(trace):
-        if model is not None or first or speed != 1.0:
-            raise ConfigError(
-                f"{trace}: is a recording, and tells its own model and times: no --model, --first, --speed"
-            )
+        refuse_foreign(context, "a recording tells its own model, engines and times", *_TOLD, *_TIMED)
         if curve is None:
-            if any((flops, active_params, layer_us, engine_tokens, step_ms, engines != 1, tp != 1)):
-                raise ConfigError(f"{trace}: is a recording, and tells its own engines and compute")
-            if eviction != "car":
-                raise ConfigError(f"{trace}: --eviction {eviction} belongs to --curve, where a recording is replayed")
+            refuse_foreign(context, "belongs to --curve, where a recording is replayed", "eviction")
             _replay(trace, file, given, _other_link(link, link_latency_us), json_file)
             return
         prompts = prompts_of(read_run(trace))

@@ -13,7 +13,7 @@ import typer
 from layerflow.endpoint import check_listened
 from layerflow.errors import ConfigError, SessionError
 from layerflow_cli.commands.status import endpoint_of
-from layerflow_cli.options import ConfigFile, Endpoint, JsonFile, parse_duration
+from layerflow_cli.options import ConfigFile, Endpoint, JsonFile, parse_duration, refuse_foreign
 from layerflow_cli.output_file import checked_folder, write_all, write_folder
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ _WHAT = ("timeline, for a browser", "trace, for ui.perfetto.dev")
 
 
 def trace(
+    context: typer.Context,
     recording: Annotated[
         Path | None, typer.Argument(metavar="[RECORDING]", help="Of a recording; without it, of the running server.")
     ] = None,
@@ -56,6 +57,7 @@ def trace(
     if recording is None:
         traces = _of_server(endpoint_of(endpoint, config), seconds, engine, notes)
     else:
+        refuse_foreign(context, "a recording asks no server", "endpoint", "config")
         traces = _of_recording(recording, seconds, engine)
     if not traces:
         raise SessionError(

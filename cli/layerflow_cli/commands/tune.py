@@ -15,7 +15,7 @@ import typer
 from layerflow.endpoint import check_listened
 from layerflow.errors import ConfigError
 from layerflow_cli.commands.status import endpoint_of
-from layerflow_cli.options import ConfigFile, Endpoint, JsonFile, parse_duration
+from layerflow_cli.options import ConfigFile, Endpoint, JsonFile, parse_duration, refuse_foreign
 from layerflow_cli.output_file import checked_file, write_all
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ _WIDTH = 80
 
 
 def tune(
+    context: typer.Context,
     trace: Annotated[
         Path | None, typer.Argument(metavar="[TRACE]", help="A recording: find settings that suit it better.")
     ] = None,
@@ -90,13 +91,13 @@ def tune(
     if trace is not None:
         from layerflow_cli.tuned_file import Wanted, tune_file  # noqa: PLC0415 - `--help` stays quick
 
+        refuse_foreign(context, "belongs to --verify", "duration", "window", "html", "endpoint")
         if config is None:
             raise ConfigError("which file is to be tuned? Give it with --config")
         tune_file(Wanted(trace, config, goal or "exposed_p99", tuple(also or ()), output, json_file))
         return
     assert verify is not None
-    if output is not None or also:
-        raise ConfigError("-o and --also belong to a recording: --verify writes no file")
+    refuse_foreign(context, "belongs to a recording, and --verify writes no file", "output", "also")
     seconds = parse_duration("--for", duration)
     window_s = None if window is None else parse_duration("--window", window)
     report = _verify(endpoint_of(endpoint, config), verify, goal or "exposed", seconds, window_s, html, json_file)
