@@ -35,6 +35,7 @@ from layerflow.recording.format import (
 from layerflow.recording.notes import Transcript
 from layerflow.recording.reader import Recording
 from layerflow.recording.renumbering import WITH_TEXT, Numbers, Renumbering, word
+from layerflow.recording.summary import summary
 from layerflow.recording.writer import RecordingWriter
 
 STANDING = SettingsInForce(0.0, {"pool": {"size": 1}})
@@ -174,6 +175,35 @@ def test_what_is_larger_than_a_segment_is_counted_as_dropped(tmp_path: Path) -> 
     assert list(Recording(tmp_path / "x").records()) == [STANDING, Dropped(100.0, 1)]
 
 
+def test_a_damaged_block_is_counted_and_the_others_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    writer, starts = writer_of(path), [HEADER_BYTES + SEGMENT_BYTES]
+    for block in range(3):
+        writer.add([LookupsMissed(100.0, block, 1, number) for number in range(10)], 100.0)
+        writer.flush()
+        starts.append(path.stat().st_size)
+    writer.close()
+    whole = path.read_bytes()
+    for at, missing, left in (
+        (starts[1] + BLOCK_HEAD.size + 5, 10, 20),  # its stream
+        (starts[1] + 5, 10, 20),  # its checksum
+        (starts[1] + 3, 1, 10),  # its length: what follows cannot be found
+        (starts[0] + 3, 1, 0),
+        (starts[2] + 15, 1, 20),  # its count
+    ):
+        data = bytearray(whole)
+        data[at] ^= 0x7F
+        if at == starts[2] + 15:
+            data[starts[2] + 5] ^= 0x7F
+        path.write_bytes(bytes(data))
+        recording = Recording(path)
+        found = list(recording.records())
+        assert [record for record in found if isinstance(record, Dropped)] == [Dropped(100.0, missing)]
+        assert len(found) == left + 1 and recording.damaged == 1
+        counts = summary(recording)["counts"]
+        assert (counts["dropped"], counts["damaged_blocks"]) == (missing, 1)
+
+
 class TestRefused:
     @pytest.fixture
     def refusal(self, made: Path) -> Iterator[Any]:
@@ -208,12 +238,10 @@ class TestRefused:
         data[16] = 9
         assert "version 9" in refusal(bytes(data))
 
-    def test_damage(self, made: Path, refusal: Any) -> None:
-        whole = made.read_bytes()
-        for at in (HEADER_BYTES + 12, HEADER_BYTES + SEGMENT_BYTES + BLOCK_HEAD.size + 5):
-            data = bytearray(whole)
-            data[at] ^= 0xFF
-            assert "damaged" in refusal(bytes(data))
+    def test_a_damaged_head_of_a_segment(self, made: Path, refusal: Any) -> None:
+        data = bytearray(made.read_bytes())
+        data[HEADER_BYTES + 12] ^= 0xFF
+        assert "damaged" in refusal(bytes(data))
 
     def test_no_file(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="No such file"):

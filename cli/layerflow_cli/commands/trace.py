@@ -58,7 +58,7 @@ def trace(
         traces = _of_server(endpoint_of(endpoint, config), seconds, engine, notes)
     else:
         refuse_foreign(context, "a recording asks no server", "endpoint", "config")
-        traces = _of_recording(recording, seconds, engine)
+        traces = _of_recording(recording, seconds, engine, notes)
     if not traces:
         raise SessionError(
             f"no step that moved anything ended in the last {seconds:g} s; give a longer --last, or look while one does"
@@ -91,7 +91,7 @@ def _of_server(endpoint: str, seconds: float, engine: str, notes: list[str]) -> 
     ]
 
 
-def _of_recording(path: Path, seconds: float, engine: str) -> list[StepTrace]:
+def _of_recording(path: Path, seconds: float, engine: str, notes: list[str]) -> list[StepTrace]:
     from layerflow.recording.format import ModelSeen, SessionSeen, StepSpans  # noqa: PLC0415 - `--help` stays quick
     from layerflow.recording.reader import Recording  # noqa: PLC0415
 
@@ -111,6 +111,8 @@ def _of_recording(path: Path, seconds: float, engine: str) -> list[StepTrace]:
                 if engine in ("", name) and record.at >= since:
                     step = {"step": record.step, "session": record.session, "origin": record.at}
                     traces.append(_step(step, f"{name}, rank {rank}", record.spans))
+    if recording.damaged:
+        notes.append(f"Without {recording.damaged:,} damaged blocks of the recording.")
     if engine and engine not in {name for name, _ in names.values()}:
         there = ", ".join(sorted({name for name, _ in names.values()})) or "none"
         raise ConfigError(f"{path}: has no engine {engine!r}; there are {there}")

@@ -21,6 +21,7 @@ from layerflow.recording.format import (
     SEGMENT_HEAD,
     SEGMENT_MAGIC,
     VERSION,
+    Dropped,
     Header,
     Record,
     Segment,
@@ -36,11 +37,14 @@ class Recording:
     """A file's header and segments.
 
     :ivar segments: oldest first.
-    :raises ConfigError: it cannot be read, is no recording, is of another version, or is cut or damaged.
+    :ivar damaged: blocks that :meth:`records` has left out.
+    :raises ConfigError: it cannot be read, is no recording, is of another version, is cut, or its header or the head of
+        a segment is damaged.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.damaged = 0
         try:
             with path.open("rb") as file:
                 try:
@@ -53,10 +57,13 @@ class Recording:
     def records(self) -> Iterator[Record]:
         """Every record, in the order in which they were noted: a lookup when it is answered, at its arrival's time.
 
-        Each segment but the very first begins with the models, sessions, settings and limits of then, again.
+        Each segment but the very first begins with the models, sessions, settings and limits of then, again. In the
+        place of a damaged block stands a :class:`~layerflow.recording.format.Dropped` with the records that its head
+        counts, at its segment's beginning; where the head is damaged too, of one record for all that follows there.
 
         :raises ConfigError: as of the class.
         """
+        self.damaged = 0
         try:
             with self.path.open("rb") as file:
                 for segment in self.segments:
@@ -124,16 +131,20 @@ class Recording:
         while at < end:
             file.seek(at)
             head = file.read(BLOCK_HEAD.size)
-            packed_bytes, checksum, raw_bytes, _ = BLOCK_HEAD.unpack(head) if len(head) == BLOCK_HEAD.size else (0,) * 4
+            packed_bytes, checksum, raw_bytes, count = (
+                BLOCK_HEAD.unpack(head) if len(head) == BLOCK_HEAD.size else (0,) * 4
+            )
             packed = file.read(packed_bytes) if 0 < packed_bytes <= end - at - BLOCK_HEAD.size else b""
-            if not packed or zlib.crc32(packed) != checksum or not 0 < raw_bytes <= MOST_BLOCK_BYTES:
+            records = _records(packed, checksum, raw_bytes)
+            if records is None:
                 if self._read_segment(file, segment.offset - SEGMENT_BYTES).number != segment.number:
                     return  # its writer has begun to overwrite this segment
-                raise self._damaged(f"a block at byte {at}")
-            try:
-                yield from decoder.decode(zlib.decompressobj().decompress(packed, raw_bytes))
-            except (zlib.error, msgspec.DecodeError):
-                raise self._damaged(f"a block at byte {at}") from None
+                self.damaged += 1
+                likely = packed and 0 < count <= raw_bytes <= MOST_BLOCK_BYTES
+                records = [Dropped(segment.first, count if likely else 1)]
+                if not packed:
+                    at = end
+            yield from records
             at += BLOCK_HEAD.size + packed_bytes
 
     def _cut(self) -> ConfigError:
@@ -141,3 +152,14 @@ class Recording:
 
     def _damaged(self, what: str) -> ConfigError:
         return ConfigError(f"{self.path}: {what} is damaged; copy or record it again")
+
+
+def _records(packed: bytes, checksum: int, raw_bytes: int) -> list[Record] | None:
+    """A block's records; None = it is damaged."""
+    if not packed or zlib.crc32(packed) != checksum or not 0 < raw_bytes <= MOST_BLOCK_BYTES:
+        return None
+    try:
+        found: list[Record] = decoder.decode(zlib.decompressobj().decompress(packed, raw_bytes))
+    except (zlib.error, msgspec.DecodeError):
+        return None
+    return found

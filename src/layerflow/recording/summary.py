@@ -78,6 +78,7 @@ def summary(recording: Recording) -> dict[str, Any]:
             "looked_up_requests": len(requests),
             "chunks": len(chunks),
             "dropped": seen.dropped,
+            "damaged_blocks": recording.damaged,
         },
         "traffic": seen.figures(),
         "records": dict(kinds.most_common()),

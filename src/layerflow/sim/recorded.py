@@ -304,7 +304,7 @@ class _Reading:
         match record:
             case ModelSeen():
                 self._specs[record.model] = record.spec
-            case SessionSeen():
+            case SessionSeen() if record.model in self._specs:  # else its model was in a block that is damaged
                 self._sessions[record.session] = record
             case SettingsInForce():
                 if record.sections not in self._settings:
