@@ -9,7 +9,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from layerflow.errors import LayerflowError
+from layerflow.errors import LayerflowError, RemoteError
 from layerflow_cli.options import with_json_file
 
 EXIT_REFUSED = 2
@@ -39,6 +39,8 @@ class LayerflowGroup(TyperGroup):
         given = with_json_file(sys.argv[1:] if args is None else args)
         try:
             code = super().main(args=given, prog_name=prog_name, **extra)
+        except RemoteError as error:  # its code is for programs
+            refuse(error.message)
         except LayerflowError as error:
             refuse(str(error))
         except ModuleNotFoundError as error:

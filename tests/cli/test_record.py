@@ -97,6 +97,17 @@ def test_a_trace_of_a_recording(served: tuple[str, KnownWorker], tmp_path: Path)
     assert unknown.exit_code == 2 and "has no engine 'vllm-1'; there are vllm-0" in unknown.stderr
 
 
+@pytest.mark.parametrize(("size", "words"), [("100", "100: give 1MiB to 1TiB"), ("1000TiB", "1000TiB: give 1MiB")])
+def test_a_size_that_no_recording_has(served: tuple[str, KnownWorker], tmp_path: Path, size: str, words: str) -> None:
+    done = invoke("record", "-o", str(tmp_path / "x"), "--max-bytes", size, "--endpoint", served[0])
+    assert done.exit_code == 2 and words in done.stderr and done.stderr.startswith("layerflow: a recording of")
+
+
+def test_a_refusal_of_the_server_has_no_code(served: tuple[str, KnownWorker], tmp_path: Path) -> None:
+    done = invoke("record", "-o", str(tmp_path), "--endpoint", served[0])
+    assert done.exit_code == 2 and done.stderr.startswith(f"layerflow: {tmp_path}: there is something that is no plain")
+
+
 def test_options_of_the_other_mode_are_refused() -> None:
     said = command_lines.refused("record", "--info", "x.lfr", "--for", "1h", "--max-bytes", "1GiB")
     assert "--for, --max-bytes: tells how to record" in said

@@ -147,6 +147,7 @@ def test_contradictions_are_refused(refusal, overrides, words):
 
 def test_files_that_cannot_be_used(toml, refusal, tmp_path):
     assert "no such configuration file" in refusal(tmp_path / "absent.toml")[0]
+    assert "is no file" in refusal(tmp_path)[0]
     assert "not valid TOML" in refusal(toml("[pool\n"))[0]
     for text in (f"[transfer]\nprefetch_layers = {'9' * 5000}\n", f"x = {'[' * 2000}\n"):
         assert "not valid TOML" in refusal(toml(text))[0]

@@ -184,10 +184,18 @@ def test_a_recording_ends_when_its_time_is_up(embed: Embed, tmp_path: Path) -> N
     control.close()
 
 
-@pytest.mark.parametrize(("path", "seconds", "nbytes"), [("relative", 60, 1 << 20), ("/x", 0, 1 << 20), ("/x", 60, 5)])
-def test_what_cannot_be_asked(embed: Embed, path: str, seconds: float, nbytes: int) -> None:
+@pytest.mark.parametrize(
+    ("path", "seconds", "nbytes", "words"),
+    [
+        ("relative", 60, 1 << 20, "absolute path"),
+        ("/x", 0, 1 << 20, "give a time"),
+        ("/x", 60, 5, "1MiB to 1TiB"),
+        ("/x", 60, 1 << 50, "1MiB to 1TiB"),
+    ],
+)
+def test_what_cannot_be_asked(embed: Embed, path: str, seconds: float, nbytes: int, words: str) -> None:
     control = observe(embed())
-    with pytest.raises(RemoteError, match="absolute path"):
+    with pytest.raises(RemoteError, match=words):
         control.record(Path(path), seconds, nbytes)
     control.close()
 

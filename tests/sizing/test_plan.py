@@ -146,6 +146,8 @@ def test_the_table_of_the_documentation():
         (["--link", "25Gbit/s"], "3.125GB/s"),
         (["--link", "1B/s"], "a link moves 1MB to 1PB in a second"),
         (["--link", "0"], "a link moves"),
+        (["--link", "1MB/s"], "--link: all of a prompt of 32,768 tokens takes 4.29e+03 s of it"),
+        (["--engines", "1024", "--tp", "8"], "8,192 workers (--engines x --tp x --pp): one server has 2,048 at most"),
         (["--tp", "100000"], "--tp"),
         (["--engines", "1000000"], "--engines"),
         (["--traffic", "inf"], "--traffic"),

@@ -147,6 +147,7 @@ def test_a_killed_command_and_a_second_one(served: Served) -> None:
         assert served.status()["limits"]["prefetch_layers"] == 4
         second = served.tune("--verify", str(good))
         assert second.returncode == 2 and "one at a time" in second.stderr and second.stderr.count("\n") <= 2
+        assert "trial: " not in second.stderr
     finally:
         os.kill(first.pid, signal.SIGKILL)
         first.wait()
@@ -211,6 +212,7 @@ def test_a_report_that_cannot_be_written_is_printed_and_changes_no_exit_code(
         ("[transfer]\nprefetch_layer = 4\n", (), "did you mean transfer.prefetch_layers?"),
         (GOOD, ("--goal", "ttft_p99"), "does not see first tokens"),
         (GOOD, ("--goal", "speed"), "use exposed, exposed_p99"),
+        (GOOD, ("--goal", "exposed_p99=20"), "seconds or milliseconds?"),
         (GOOD, ("--for", "10s", "--window", "5s"), "at least 5 pairs"),
     ],
 )

@@ -79,6 +79,8 @@ def test_a_badly_tuned_file_is_changed_in_what_is_wrong_with_it(recorded: Record
     [
         (("--goal", "speed"), "use exposed_p99"),
         (("--goal", "exposed_p99=fast"), "write a time such as"),
+        (("--goal", "exposed_p99=20"), "seconds or milliseconds? Write 20s or 20ms"),
+        (("--config", "."), ": cannot be read: Is a directory"),
         (("--also", "pool.sise"), "pool.size"),
         (("--html", "x", "--for", "nonsense"), "--for, --html: belongs to --verify; leave them out"),
         (("--endpoint", "ipc:///x"), "--endpoint: belongs to --verify"),

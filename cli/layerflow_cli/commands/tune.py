@@ -144,7 +144,7 @@ def parse_goal(text: str) -> tuple[Goal, float | None]:
         raise ConfigError("--goal ttft_p99: a server does not see first tokens; verify by exposed_p99")
     if name not in set(Goal) or (given and name != Goal.EXPOSED_P99):
         raise ConfigError(f"--goal {text}: use exposed, exposed_p99, exposed_p99=20ms or hit_tokens")
-    return Goal(name), parse_duration("--goal exposed_p99", target) if given else None
+    return Goal(name), parse_duration("--goal exposed_p99", target, plain=False) if given else None
 
 
 def _verify(

@@ -98,6 +98,7 @@ __all__ = [
 
 MAX_TRANSFER_BLOCKS = 1 << 24
 MIN_TRANSFER_BYTES = 4 << 10
+MOST_SESSIONS = 4096
 _DAY_MS = 86_400_000
 
 
@@ -163,7 +164,7 @@ class ServerSettings(Section):
     max_message_bytes: Size = setting(
         16 << 20, "Largest control message accepted.", unit="bytes", ge=64 << 10, le=1 << 30
     )
-    max_sessions: Whole = setting(64, "Engine workers attached at once.", unit="sessions", ge=1, le=4096)
+    max_sessions: Whole = setting(64, "Engine workers attached at once.", unit="sessions", ge=1, le=MOST_SESSIONS)
     max_clients: Whole = setting(
         256, "Clients without memory, such as schedulers and tools, at once.", unit="sessions", ge=2, le=65_536
     )

@@ -166,7 +166,7 @@ def read_toml(model: type[BaseSettings], path: Path, content: bytes | None = Non
     :raises ConfigError: if it cannot be read, or is not TOML.
     """
     if content is None and not path.is_file():
-        raise ConfigError(f"{path}: no such configuration file")
+        raise ConfigError(f"{path}: {'is no file' if path.exists() else 'no such configuration file'}")
     try:
         text = (path.read_bytes() if content is None else content).decode()
     except OSError as error:

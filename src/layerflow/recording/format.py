@@ -45,6 +45,9 @@ SEGMENTS: Final = 8
 LEAST_BYTES: Final = 1 << 20
 """Smallest size of a file: its segments hold some blocks each."""
 
+MOST_BYTES: Final = 1 << 40
+"""Largest size of a file, as of the setting ``record.max_bytes``."""
+
 
 class Header(msgspec.Struct, frozen=True):
     """What holds for the whole file.

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_origin
 
 import structlog
 
+from layerflow.config.fields import format_size
 from layerflow.errors import ConfigError, ProtocolError
 from layerflow.flow.commands import Command
 from layerflow.flow.events import Event
-from layerflow.recording.format import LEAST_BYTES, Dropped, ServerSample, SettingsInForce, StepSpans
+from layerflow.recording.format import LEAST_BYTES, MOST_BYTES, Dropped, ServerSample, SettingsInForce, StepSpans
 from layerflow.recording.notes import Note, SessionNote, Transcript, weight
 from layerflow.recording.writer import RecordingWriter
 from layerflow.server.account import Refused
@@ -268,10 +269,14 @@ class Recorder:
         if current is not None:
             how = "another `layerflow record`" if self._asked else "record.path"
             raise Refused("recording", f"{current.path} is being recorded already, by {how}; end that first")
-        if not (message.path.startswith("/") and 0 < message.seconds < math.inf and message.max_bytes >= LEAST_BYTES):
+        if not message.path.startswith("/"):
+            raise ProtocolError(f"recording to {message.path!r}: give an absolute path")
+        if not 0 < message.seconds < math.inf:
+            raise ProtocolError(f"recording for {message.seconds} s: give a time")
+        if not LEAST_BYTES <= message.max_bytes <= MOST_BYTES:
             raise ProtocolError(
-                f"recording to {message.path!r} for {message.seconds} s in {message.max_bytes} bytes: give an absolute "
-                f"path, a time, and at least {LEAST_BYTES} bytes"
+                f"a recording of at most {format_size(message.max_bytes)}: give {format_size(LEAST_BYTES)} to "
+                f"{format_size(MOST_BYTES)}"
             )
         begun = self._begin(Path(message.path), message.max_bytes, time.monotonic() + message.seconds)
         self._asked = True

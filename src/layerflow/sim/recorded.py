@@ -395,6 +395,8 @@ class _Reading:
         for (spec, _), engine in self._engines.items():
             counts[spec] += len(engine.prompts)
         if not any(counts.values()):
+            if self._dropped:
+                raise ConfigError(f"{path}: no prompt can be read in it: {self._dropped:,} events are missing")
             raise ConfigError(f"{path}: no prompt was looked up or saved while it was recorded; record for longer")
         [(spec, most)] = counts.most_common(1)
         engines = [engine for (of, _), engine in self._engines.items() if of == spec and engine.prompts]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from layerflow.config.settings import MIN_TRANSFER_BYTES, Settings, format_size
+from layerflow.config.settings import MIN_TRANSFER_BYTES, MOST_SESSIONS, Settings, format_size
 from layerflow.config.sources import Values, nested
 from layerflow.errors import ConfigError
 from layerflow.findings import size_text
@@ -72,7 +72,8 @@ def planned_file(
 
     :param link: of each worker to the arena; None = unknown, and what follows from it keeps its default.
     :param engines: instances of the model that share the server.
-    :raises ConfigError: the arena holds not even one such prompt.
+    :raises ConfigError: the arena holds not even two such prompts, a server has not so many workers, or the link is too
+        slow for one prompt.
     """
     prompt = capacity.prompt_bytes(prompt_tokens)
     if capacity.prompts_in(arena_bytes, prompt_tokens) < 2:
@@ -81,6 +82,11 @@ def planned_file(
             f"{size_text(prompt)} each: one is saved while another is read; give more, or a shorter --prompt"
         )
     workers = capacity.workers * engines
+    if 2 * workers > MOST_SESSIONS:
+        raise ConfigError(
+            f"{workers:,} workers (--engines x --tp x --pp): one server has {MOST_SESSIONS // 2:,} at most, and as "
+            "many again while engines are restarted; plan for fewer"
+        )
     lines = tuple(_lines(capacity, arena_bytes, prompt_tokens, link, workers))
     values: Values = {}
     for line in lines:
@@ -178,6 +184,12 @@ def _lines(
     if link:
         seconds = loaded / link.bandwidth
         timeout = max(transfer.step_timeout_ms, int(_LOADS_IN_TIME * seconds * 1e3))
+        if timeout > server.max_deadline_s * 1e3:
+            raise ConfigError(
+                f"--link: all of a prompt of {name} takes {seconds:,.3g} s of it, and {_LOADS_IN_TIME} times as long, "
+                f"which a step would be given, is over server.max_deadline_s = {server.max_deadline_s:g} s; give a "
+                "shorter --prompt"
+            )
         why = f"all of a prompt takes {seconds * 1e3:,.3g} ms of the link; what has not come by then is computed"
     else:
         timeout, why = transfer.step_timeout_ms, "the default, as no --link is given"
