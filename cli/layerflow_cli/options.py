@@ -90,6 +90,11 @@ def with_json_file(arguments: Sequence[str]) -> list[str]:
     return completed
 
 
+RecordingsEnd = Annotated[
+    str | None, typer.Option("--last", metavar="TIME", help="Of a recording only its end, so long: e.g. 10m.")
+]
+
+
 def parse_duration(option: str, text: str, *, plain: bool = True) -> float:
     """Seconds from ``"90s"``, ``"20m"``, ``"1h"``, ``"500ms"`` or a plain number of seconds.
 

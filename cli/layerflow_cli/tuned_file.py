@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ class Wanted(NamedTuple):
     """What is asked for.
 
     :param goal: as it was given. :param also: sizing keys that may change. :param output: None = only say it.
+    :param last_s: of the recording only so many of its last seconds.
     """
 
     trace: Path
@@ -32,6 +34,7 @@ class Wanted(NamedTuple):
     also: tuple[str, ...]
     output: Path | None
     json_file: Path | None
+    last_s: float = math.inf
 
 
 def tune_file(wanted: Wanted) -> None:
@@ -62,7 +65,7 @@ def tune_file(wanted: Wanted) -> None:
             f"{wanted.trace}: is no recording, so nothing says whether a replay of it can be believed; make one with "
             "`layerflow record`"
         )
-    replay = Replay.read(wanted.trace)
+    replay = Replay.read(wanted.trace, wanted.last_s)
     judge = RecordedJudge(replay, wanted.config)
     candidates = judge.candidates(wanted.also)
     if not replay.trust.trusted:

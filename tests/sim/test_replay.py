@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import msgspec
 import pytest
 from sim.recordings import BLOCK_BYTES, CHUNK, LAYERS, KnownMachine
@@ -12,8 +14,10 @@ from layerflow.flow.commands import LoadFailed
 from layerflow.flow.cost import LinkCost
 from layerflow.flow.events import FetchOpened, Item
 from layerflow.recording.format import COMMANDS, EVENTS, Dropped, LookedUp, Purged, StepSeen
+from layerflow.recording.reader import Recording
+from layerflow.sim import recorded
 from layerflow.sim.curve import hit_curve
-from layerflow.sim.recorded import prompts_of, read_run
+from layerflow.sim.recorded import REPLAY_MEMORY, prompts_of, read_run
 from layerflow.sim.replay import FEW, Replay
 from layerflow.sim.rerun import OtherLink, ReplayFigures
 from layerflow.tuning.recorded import RecordedJudge
@@ -269,6 +273,47 @@ def test_nothing_timed_is_refused(tmp_path):
     machine.records = [record for record in machine.records if type(record).__name__ != "StepSpans"]
     with pytest.raises(ConfigError, match="no step with times"):
         Replay.read(machine.write(tmp_path / "x.lfr"))
+
+
+def test_the_end_of_a_recording_is_replayed_by_itself(tmp_path):
+    machine = KnownMachine(bandwidth=20e6)
+    again(machine, 3)
+    began = machine.now + 0.5
+    machine.purge()
+    told = again(machine, 4)
+    path = machine.write(tmp_path / "x.lfr")
+    replay = Replay.read(path, machine.now - began)
+    assert len(replay.run.prompts) == 4 and believed(replay), replay.trust
+    assert exposed_of(replay.own) == pytest.approx([exposed for exposed, _ in told[1:]], rel=0.01)
+    with pytest.raises(ConfigError, match="no prompt was looked up"):
+        Replay.read(path, 0.0)
+
+
+def test_a_replay_that_takes_more_memory_than_is_free_is_refused(tmp_path, monkeypatch):
+    machine = KnownMachine()
+    again(machine, 40)
+    path = machine.write(tmp_path / "x.lfr")
+    needed = Recording(path).raw_bytes() * REPLAY_MEMORY
+    monkeypatch.setattr(recorded, "free_bytes", lambda: needed - 1)
+    with pytest.raises(ConfigError, match="GiB are free; replay its end: --last 10m"):
+        Replay.read(path)
+    monkeypatch.setattr(recorded, "free_bytes", lambda: needed)
+    assert Replay.read(path).trust.trusted
+
+
+def test_what_a_replay_keeps_of_spans_is_packed(tmp_path):
+    machine = KnownMachine(settings=Settings(transfer={"mode": "layerwise", "max_transfer_bytes": "16KiB"}))
+    again(machine, 40)
+    path = machine.write(tmp_path / "x.lfr")
+    tracemalloc.start()
+    try:
+        replay = Replay.read(path)
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    spans = sum(step.span_count for each in replay.run.engines[0].passes for step in each.ranks.values())
+    assert spans > 5000 and kept < Recording(path).raw_bytes() * REPLAY_MEMORY
+    assert kept < 150 * spans, "a span as an object takes twice as much by itself"
 
 
 def test_ranks_of_one_model_are_one_model(tmp_path):

@@ -12,7 +12,7 @@ from sim.worlds import conversations
 from sizing.models import MODELS
 
 from layerflow.config.settings import Settings
-from layerflow.recording.format import Dropped
+from layerflow.recording.format import Dropped, LookedUp
 from layerflow.server import EmbeddedServer
 
 
@@ -141,8 +141,13 @@ def test_a_recording_is_timed_and_another_configuration_beside_it(tmp_path):
     assert late["other"]["exposed_per_step"]["mean_ms"] > 50 > told["own"]["exposed_per_step"]["mean_ms"]
     same = json.loads(simulate(path, "--set", "transfer.copy_way=staged", "--json", "-").stdout)
     assert same["other"] == same["own"] and same["not_simulated"] == ["transfer.copy_way"]
-    for told in ("--layer-us", "--batched-tokens", "--seed", "--tp", "--engines", "--step-ms"):
-        assert f"{told}: a recording tells its own" in refused(path, told, "3")
+    end = ("--last", f"{_last(machine, 20)}s")
+    assert "20 prompts with their times are too few" in simulate(path, *end).stdout
+    curve = json.loads(simulate(path, *end, "--curve", "pool.size", "--json", "-").stdout)
+    assert 0 < curve["points"][-1]["hit_tokens"] < told["recorded"]["hit_tokens"]
+    assert "--last 0s: write a time" in refused(path, "--last", "0s")
+    for option in ("--layer-us", "--batched-tokens", "--seed", "--tp", "--engines", "--step-ms"):
+        assert f"{option}: a recording tells its own" in refused(path, option, "3")
     assert "--kv-dtype, --seed: a recording tells" in refused(path, "--seed", "0", "--kv-dtype", "fp8")
     assert "belongs to --curve" in refused(path, "--eviction", "lru")
     machine.records.append(Dropped(machine.now, 3))
@@ -151,7 +156,14 @@ def test_a_recording_is_timed_and_another_configuration_beside_it(tmp_path):
     assert "nothing is predicted of another configuration" in refused(cut, "--ram", "1MiB")
 
 
+def _last(machine, prompts):
+    """How long its last so many prompts took, and half of the idle second before them."""
+    asked = [record.at for record in machine.records if isinstance(record, LookedUp)]
+    return machine.now - asked[-prompts] + 0.5
+
+
 def test_refuses_in_one_line(trace, model, tmp_path):
+    assert "--last: belongs to recordings" in refused(trace, "--model", model, *MACHINE, "--last", "10m")
     assert "--model" in refused(trace)
     assert "how quick is the machine" in refused(trace, "--model", model)
     assert "how quick is the machine" in refused(trace, "--model", model, "--link", "1GB/s")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -22,7 +23,15 @@ from layerflow_cli.machine import (
     layer_cost,
     link_cost,
 )
-from layerflow_cli.options import ConfigFile, JsonFile, SettingItems, overrides, refuse_foreign
+from layerflow_cli.options import (
+    ConfigFile,
+    JsonFile,
+    RecordingsEnd,
+    SettingItems,
+    overrides,
+    parse_duration,
+    refuse_foreign,
+)
 from layerflow_cli.output_file import checked_file, write_all
 
 if TYPE_CHECKING:
@@ -30,6 +39,7 @@ if TYPE_CHECKING:
     from layerflow.sim.curve import CurvePoint
     from layerflow.sim.machine import Machine
     from layerflow.sim.recorded import RecordedPrompts
+    from layerflow.sim.replay import Replay
     from layerflow.sim.rerun import OtherLink
     from layerflow.sim.simulation import Figures
     from layerflow.sim.trace import RequestTrace
@@ -106,6 +116,7 @@ def simulate(
     ] = None,
     kv_dtype: KvDtype = "auto",
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Equal seeds, equal figures.")] = 0,
+    last: RecordingsEnd = None,
     file: ConfigFile = None,
     settings: SettingItems = None,
     json_file: JsonFile = None,
@@ -126,6 +137,7 @@ def simulate(
     from layerflow.config.settings import Settings, effective  # noqa: PLC0415 - `--help` stays quick
     from layerflow.sim.machine import Machine  # noqa: PLC0415
     from layerflow.sim.recorded import is_recording, prompts_of, read_run  # noqa: PLC0415
+    from layerflow.sim.replay import Replay  # noqa: PLC0415
     from layerflow.sim.simulation import EVICTIONS  # noqa: PLC0415
     from layerflow.sim.trace import read_trace  # noqa: PLC0415
     from layerflow.sizing import capacity_of, read_config, shape_of  # noqa: PLC0415
@@ -140,18 +152,21 @@ def simulate(
         refuse_foreign(context, "tells of times, and of --curve nothing is timed", *_LINK, *_TIMED)
     given = overrides(settings or (), {"pool.size": ram})
     configured = Settings.load(file, given)
+    last_s = parse_duration("--last", last) if last is not None else math.inf
     output = CurveOutput(eviction, sample, html, json_file)
     if is_recording(trace):
         refuse_foreign(context, "a recording tells its own model, engines and times", *_TOLD, *_TIMED)
         if curve is None:
             refuse_foreign(context, "belongs to --curve, where a recording is replayed", "eviction")
-            _replay(trace, file, given, _other_link(link, link_latency_us), json_file)
+            replay = Replay.read(trace, last_s)
+            _replay(replay, file, given, _other_link(link, link_latency_us), json_file)
             return
-        prompts = prompts_of(read_run(trace))
+        prompts = prompts_of(read_run(trace, last_s))
         origin = {row.key: row.origin for row in effective(file, given)}
         largest = configured.pool.size if origin["pool.size"] else 4 * prompts.arena_bytes
         _curve(prompts.trace, prompts.spec, largest, output, prompts)
         return
+    refuse_foreign(context, "belongs to recordings, as --first to other traces", "last")
     if model is None:
         raise ConfigError("which model? Give its folder with --model: how much a token takes follows from it")
     requests = _of_speed(read_trace(trace), first, speed)
@@ -180,12 +195,10 @@ def simulate(
 
 
 def _replay(
-    trace: Path, file: Path | None, given: dict[str, Any], link: OtherLink | None, json_file: Path | None
+    replay: Replay, file: Path | None, given: dict[str, Any], link: OtherLink | None, json_file: Path | None
 ) -> None:
-    from layerflow.sim.replay import Replay  # noqa: PLC0415
     from layerflow_cli.replay_view import show_replay  # noqa: PLC0415
 
-    replay = Replay.read(trace)
     show_replay(replay, replay.configured(file, given) if file is not None or given else None, link, json_file)
 
 

@@ -15,7 +15,7 @@ import typer
 from layerflow.endpoint import check_listened
 from layerflow.errors import ConfigError
 from layerflow_cli.commands.status import endpoint_of
-from layerflow_cli.options import ConfigFile, Endpoint, JsonFile, parse_duration, refuse_foreign
+from layerflow_cli.options import ConfigFile, Endpoint, JsonFile, RecordingsEnd, parse_duration, refuse_foreign
 from layerflow_cli.output_file import checked_file, write_all
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def tune(
         list[str] | None,
         typer.Option(metavar="KEY", help="With TRACE: a key that needs a restart and may change too: pool.size."),
     ] = None,
+    last: RecordingsEnd = None,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also draw the windows as a page.", callback=checked_file)
     ] = None,
@@ -94,10 +95,11 @@ def tune(
         refuse_foreign(context, "belongs to --verify", "duration", "window", "html", "endpoint")
         if config is None:
             raise ConfigError("which file is to be tuned? Give it with --config")
-        tune_file(Wanted(trace, config, goal or "exposed_p99", tuple(also or ()), output, json_file))
+        last_s = parse_duration("--last", last) if last is not None else math.inf
+        tune_file(Wanted(trace, config, goal or "exposed_p99", tuple(also or ()), output, json_file, last_s))
         return
     assert verify is not None
-    refuse_foreign(context, "belongs to a recording, and --verify writes no file", "output", "also")
+    refuse_foreign(context, "belongs to a recording, and --verify writes no file", "output", "also", "last")
     seconds = parse_duration("--for", duration)
     window_s = None if window is None else parse_duration("--window", window)
     report = _verify(endpoint_of(endpoint, config), verify, goal or "exposed", seconds, window_s, html, json_file)

@@ -113,6 +113,8 @@ class StepTrace(msgspec.Struct):
 _ROW = struct.Struct("<BBhIIQI")
 """Place of the lane in :data:`LANES`, 1 if emulated, layer, start and length in microseconds, bytes, blocks."""
 
+SPAN_BYTES = _ROW.size
+
 MOST_SPANS = 4096
 """Of one step, packed; what began later is left out."""
 

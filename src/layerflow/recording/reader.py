@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import zlib
 from collections.abc import Iterator
@@ -54,20 +55,38 @@ class Recording:
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
 
-    def records(self) -> Iterator[Record]:
+    def raw_bytes(self, since: float = -math.inf) -> int:
+        """Bytes of its records, decompressed, in segments that end at a time or later.
+
+        :raises ConfigError: as of the class.
+        """
+        try:
+            with self.path.open("rb") as file:
+                return sum(
+                    raw
+                    for segment in self.segments
+                    if segment.last >= since
+                    for raw in self._raw_bytes_of(file, segment)
+                )
+        except OSError as error:
+            raise ConfigError(f"{self.path}: cannot be read: {error.strerror}") from None
+
+    def records(self, since: float = -math.inf) -> Iterator[Record]:
         """Every record, in the order in which they were noted: a lookup when it is answered, at its arrival's time.
 
         Each segment but the very first begins with the models, sessions, settings and limits of then, again. In the
         place of a damaged block stands a :class:`~layerflow.recording.format.Dropped` with the records that its head
         counts, at its segment's beginning; where the head is damaged too, of one record for all that follows there.
 
+        :param since: leave out segments that end before.
         :raises ConfigError: as of the class.
         """
         self.damaged = 0
         try:
             with self.path.open("rb") as file:
                 for segment in self.segments:
-                    yield from self._blocks(file, segment)
+                    if segment.last >= since:
+                        yield from self._blocks(file, segment)
         except OSError as error:
             raise ConfigError(f"{self.path}: cannot be read: {error.strerror}") from None
 
@@ -125,6 +144,19 @@ class Recording:
         if magic != SEGMENT_MAGIC or checksum != zlib.crc32(segment_crc(number, used, first, last)):
             raise self._damaged(f"the head of a segment at byte {start}")
         return Segment(number, start + SEGMENT_BYTES, used, first, last)
+
+    def _raw_bytes_of(self, file: Any, segment: Segment) -> Iterator[int]:
+        at, end = segment.offset, segment.offset + segment.used
+        while at < end:
+            file.seek(at)
+            head = file.read(BLOCK_HEAD.size)
+            if len(head) < BLOCK_HEAD.size:
+                return
+            packed_bytes, _, raw_bytes, _ = BLOCK_HEAD.unpack(head)
+            if not (0 < packed_bytes <= end - at - BLOCK_HEAD.size and 0 < raw_bytes <= MOST_BLOCK_BYTES):
+                return  # the head is damaged
+            yield raw_bytes
+            at += BLOCK_HEAD.size + packed_bytes
 
     def _blocks(self, file: Any, segment: Segment) -> Iterator[Record]:
         at, end = segment.offset, segment.offset + segment.used

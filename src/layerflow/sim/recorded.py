@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from array import array
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -15,7 +17,7 @@ from layerflow.config.settings import Settings
 from layerflow.errors import ConfigError
 from layerflow.flow.commands import LoadFailed
 from layerflow.flow.events import FetchOpened, LoadsMoved, StepClosed
-from layerflow.observe.trace import Span, unpack_spans
+from layerflow.observe.trace import SPAN_BYTES, Span, unpack_spans
 from layerflow.recording.format import (
     MAGIC,
     Dropped,
@@ -35,6 +37,7 @@ from layerflow.recording.format import (
 from layerflow.recording.reader import Recording
 from layerflow.sim.trace import RequestTrace, TracedRequest, numbered_digest
 from layerflow.spec import ModelSpec
+from layerflow.system.machine import free_bytes
 
 # A run: everything that was recorded of the model that most sessions cache.
 
@@ -83,6 +86,7 @@ class RecordedStep:
     """What one rank did of a pass.
 
     :param loads: by its request's number, as :attr:`saves`.
+    :param packed: its spans, as recorded: unpacked they take ten times the memory. :param packed_at: when they begin.
     :ivar closed: when the server was told of its end. :ivar moved: when its planned loads had ended.
     """
 
@@ -90,13 +94,70 @@ class RecordedStep:
     loads: tuple[PartSeen, ...]
     saves: tuple[PartSeen, ...]
     measured: StepMeasured | None = None
-    spans: list[Span] = field(default_factory=list)
+    packed: bytes = b""
+    packed_at: float = 0.0
     closed: float = math.nan
     moved: float = math.nan
 
-    def lane(self, name: str) -> list[Span]:
-        """Its spans of one lane, by start."""
-        return [span for span in self.spans if span.lane == name]
+    @property
+    def span_count(self) -> int:
+        """How many spans it has."""
+        return len(self.packed) // SPAN_BYTES
+
+    def spans(self) -> dict[str, list[Span]]:
+        """What took time in it, by lane and start. Unpacked each time."""
+        lanes: dict[str, list[Span]] = {"compute": [], "wait": [], "load": [], "save": [], "link": []}
+        for span in unpack_spans(self.packed, self.packed_at):
+            lanes[span.lane].append(span)
+        return lanes
+
+
+class PassTimes(NamedTuple):
+    """What the spans of a pass's ranks say of it.
+
+    :param opened: when the first one begins; inf = there is none. :param began: its first layer was come to; likewise.
+    :param computed: it had computed its last layer; -inf = it has computed none.
+    :param whole: it waited for all of its loads before its first layer.
+    :param noticed: layers that were waited for, :param notice_s: and how long after its last byte each wait ended.
+    :param layer_s: compute time of each layer, by number.
+    """
+
+    opened: float
+    began: float
+    computed: float
+    whole: bool
+    noticed: array[int]
+    notice_s: array[float]
+    layer_s: array[float]
+
+    @classmethod
+    def of(cls, steps: Iterable[RecordedStep]) -> PassTimes:
+        """Read the spans of all ranks."""
+        opened = began = math.inf
+        computed, whole = -math.inf, False
+        notices: dict[int, float] = {}
+        layers: dict[int, float] = {}
+        for step in steps:
+            lanes = step.spans()
+            opened = min([opened, *(span.start for spans in lanes.values() for span in spans)])
+            began = min([began, *(span.start for span in (*lanes["wait"], *lanes["compute"]))])
+            computed = max([computed, *(span.stop for span in lanes["compute"])])
+            first = min([span.start for span in lanes["compute"]], default=-math.inf)
+            waits = [span for span in lanes["wait"] if span.stop <= first + _INSTANT]
+            whole = whole or len({span.layer for span in waits if span.seconds > _INSTANT}) > 1
+            landed: dict[int, float] = {}
+            for span in lanes["load"]:
+                landed[span.layer] = max(landed.get(span.layer, 0.0), span.stop)
+            for span in lanes["wait"]:
+                if span.start <= landed.get(span.layer, 0.0) <= span.stop:
+                    notices[span.layer] = max(notices.get(span.layer, 0.0), span.stop - landed[span.layer])
+            for span in lanes["compute"]:
+                # Of several ranks the shortest: one that waits for its loads holds the others in their layers.
+                layers[span.layer] = min(layers.get(span.layer, math.inf), span.seconds)
+        in_order = [layers[layer] for layer in sorted(layers)]
+        return cls(
+            opened, began, computed, whole, array("i", notices), array("d", notices.values()), array("d", in_order)
+        )
 
 
 @dataclass(eq=False)
@@ -111,72 +172,54 @@ class RecordedPass:
     prompts: list[RecordedPrompt] = field(default_factory=list)
 
     @cached_property
-    def opened(self) -> float:
-        """When the first rank opened it."""
-        starts = [span.start for step in self.ranks.values() for span in step.spans]
-        return min([step.opened for step in self.ranks.values()] + starts)
+    def times(self) -> PassTimes:
+        """What its spans say."""
+        return PassTimes.of(self.ranks.values())
 
     @cached_property
+    def opened(self) -> float:
+        """When the first rank opened it."""
+        return min([step.opened for step in self.ranks.values()] + [self.times.opened])
+
+    @property
     def began(self) -> float:
         """When it came to its first layer."""
-        asked = [span.start for step in self.ranks.values() for span in (*step.lane("wait"), *step.lane("compute"))]
-        return min(asked, default=self.opened)
+        return self.times.began if self.times.began < math.inf else self.opened
 
     @cached_property
     def ended(self) -> float:
         """When it had computed its last layer; loads ahead of a pass: when they were in place."""
-        computed = [span.stop for step in self.ranks.values() for span in step.lane("compute")]
-        if computed:
-            return max(computed)
+        if self.times.computed > -math.inf:
+            return self.times.computed
         name = "moved" if self.ahead else "closed"
         return max([getattr(step, name) for step in self.ranks.values()], default=math.nan)
 
     @cached_property
     def ahead(self) -> bool:
         """Does it only load, for a later pass to compute on?"""
-        return all(
-            step.loads and not step.saves and step.spans and not step.lane("compute") for step in self.ranks.values()
+        return self.times.computed == -math.inf and all(
+            step.loads and not step.saves and step.packed for step in self.ranks.values()
         )
 
     @cached_property
     def timed(self) -> bool:
         """Have all of its ranks told their spans? Else it is not known what took time in it."""
-        return all(step.spans for step in self.ranks.values()) and not math.isnan(self.ended)
+        return all(step.packed for step in self.ranks.values()) and not math.isnan(self.ended)
 
-    @cached_property
+    @property
     def whole(self) -> bool:
         """Did it wait for all of its loads before its first layer?"""
-        for step in self.ranks.values():
-            began = min([span.start for span in step.lane("compute")], default=-math.inf)
-            waits = [span for span in step.lane("wait") if span.stop <= began + _INSTANT]
-            if len({span.layer for span in waits if span.seconds > _INSTANT}) > 1:
-                return True
-        return False
+        return self.times.whole
 
-    @cached_property
+    @property
     def notices(self) -> dict[int, float]:
         """By layer that was waited for, how long after its last byte the wait ended."""
-        found: dict[int, float] = {}
-        for step in self.ranks.values():
-            landed: dict[int, float] = {}
-            for span in step.lane("load"):
-                landed[span.layer] = max(landed.get(span.layer, 0.0), span.stop)
-            for span in step.lane("wait"):
-                if span.start <= landed.get(span.layer, 0.0) <= span.stop:
-                    found[span.layer] = max(found.get(span.layer, 0.0), span.stop - landed[span.layer])
-        return found
+        return dict(zip(self.times.noticed, self.times.notice_s, strict=True))
 
-    @cached_property
+    @property
     def layers(self) -> list[float]:
-        """Compute time of each layer; empty = not known.
-
-        Of several ranks the shortest: one that waits for its loads holds the others in their layers.
-        """
-        by_layer: dict[int, list[float]] = defaultdict(list)
-        for step in self.ranks.values():
-            for span in step.lane("compute"):
-                by_layer[span.layer].append(span.seconds)
-        return [min(by_layer[layer]) for layer in sorted(by_layer)]
+        """Compute time of each layer; empty = not known."""
+        return self.times.layer_s.tolist()
 
     @cached_property
     def layer_s(self) -> float:
@@ -270,17 +313,36 @@ def is_recording(path: Path) -> bool:
         return False
 
 
-def read_run(path: Path) -> RecordedRun:
+def read_run(path: Path, last_s: float = math.inf) -> RecordedRun:
     """Read what happened to the model that had most prompts.
 
     Sessions whose specs differ in their tensor-parallel rank alone are ranks of one model.
 
-    :raises ConfigError: it cannot be read, or no prompt is in it.
+    :param last_s: so many of its last seconds.
+    :raises ConfigError: it cannot be read, no prompt is in it, or to replay it takes more memory than is free.
     """
+    recording = Recording(path)
+    ended = max([segment.last for segment in recording.segments], default=0.0)
+    since = ended - last_s
+    needed, free = recording.raw_bytes(since) * REPLAY_MEMORY, free_bytes()
+    if needed > free:
+        raise ConfigError(
+            f"{path}: to replay it takes some {needed / 2**30:,.1f} GiB of memory, and {free / 2**30:,.1f} GiB are "
+            "free; replay its end: --last 10m"
+        )
     reading = _Reading()
-    for record in Recording(path).records():
-        reading.take(record)
+    for record in recording.records(since):
+        if record.at >= since or isinstance(record, STANDING):
+            reading.take(record)
     return reading.run(path)
+
+
+STANDING: Final = (ModelSeen, SessionSeen, SettingsInForce, Dropped)
+"""What holds on from when it was recorded; and what is missing somewhere in its segment."""
+
+REPLAY_MEMORY: Final = 12
+"""Bytes that a replay takes for each byte of a recording's records, decompressed: 2 where these are mostly spans of
+small batches, 11 where they are mostly numbers of chunks."""
 
 
 class _Reading:
@@ -316,7 +378,7 @@ class _Reading:
             case StepMeasured() if (step := self._steps.get((record.session, record.step))) is not None:
                 step.measured = record
             case StepSpans() if (step := self._steps.get((record.session, record.step))) is not None:
-                step.spans = unpack_spans(record.spans, record.at)
+                step.packed, step.packed_at = record.spans, record.at
             case Told():
                 self._told(record)
             case Wanted():

@@ -104,9 +104,9 @@ class Trust:
 class Replay:
     """A recording, and what another configuration would have done with it.
 
-    ``Replay.read(path).under(settings)`` is one simulation, some seconds of it for an hour. :attr:`trust` says whether
-    to believe it, :attr:`recorded` what was, :attr:`own` what is predicted of the recording's own configuration:
-    compare with that, not with what was recorded.
+    ``Replay.read(path).under(settings)`` is one simulation, some 2 s of processor time for each MB of the file.
+    :attr:`trust` says whether to believe it, :attr:`recorded` what was, :attr:`own` what is predicted of the
+    recording's own configuration: compare with that, not with what was recorded.
 
     :param run: what was recorded.
     :raises ConfigError: no step of it can be timed.
@@ -120,12 +120,13 @@ class Replay:
         self.fitted.calibrate(run)
 
     @classmethod
-    def read(cls, path: Path) -> Replay:
-        """Read a recording.
+    def read(cls, path: Path, last_s: float = math.inf) -> Replay:
+        """Read a recording, or so many of its last seconds.
 
-        :raises ConfigError: it cannot be read, or nothing in it can be timed.
+        :raises ConfigError: it cannot be read, nothing in it can be timed, or to replay it takes more memory than is
+            free.
         """
-        return cls(read_run(path))
+        return cls(read_run(path, last_s))
 
     @property
     def settings(self) -> Settings:

@@ -7,12 +7,13 @@ import dataclasses
 import functools
 import math
 import statistics
-from collections import defaultdict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import msgspec
+import numpy as np
 
 from layerflow.config.settings import Settings
 from layerflow.errors import ConfigError
@@ -32,7 +33,7 @@ from layerflow.sim.recorded import RecordedEngine, RecordedPass, RecordedPrompt,
 from layerflow.sim.server import ROOT, Failed, SimulatedServer, WantedLoad, blocks_of
 from layerflow.sim.simulation import Distribution
 from layerflow.sim.trace import numbered_digest
-from layerflow.sim.worker import LinkTimes, LoadNoise, SimulatedLink, SimulatedLoads, SimulatedWorker
+from layerflow.sim.worker import LinkTimes, LoadNoise, SimulatedLink, SimulatedLoads, SimulatedWorker, by_layer
 from layerflow.spec import ModelSpec
 
 _COLD: Final = 1 << 48
@@ -121,13 +122,16 @@ class Fitted:
 
         :raises ConfigError: nothing of it can be timed.
         """
-        lanes = {(engine.number, rank): _lanes(engine, rank) for engine in run.engines for rank in sorted(engine.ranks)}
+        lanes = {
+            (engine.number, rank): _RankLanes(engine, rank) for engine in run.engines for rank in sorted(engine.ranks)
+        }
         emulated = emulated_cost(run.settings)
+        every = math.ceil(sum(each.spans for each in lanes.values()) / MOST_FITTED)
         load, save = (
             fit_link(batches) if emulated is None else emulated_link(emulated, batches)
             for batches in (
-                [[batch for of in each.loads.values() for batch in of] for each in lanes.values()],
-                [each.saves for each in lanes.values()],
+                [[batch for _, of in each.loads(every) for batch in of] for each in lanes.values()],
+                [[batch for _, of in each.saves(every) for batch in of] for each in lanes.values()],
             )
         )
         known = load or save
@@ -135,21 +139,16 @@ class Fitted:
             raise ConfigError(f"{run.name}: no step with times is in it, so none can be simulated; record for longer")
         passes = [each for engine in run.engines for each in engine.passes]
         load = load or known
-        noise = {
-            (engine.number, rank): {
-                number: _noise(load, batches, engine.passes[number].opened)
-                for number, batches in lanes[engine.number, rank].loads.items()
-            }
-            for engine in run.engines
-            for rank in engine.ranks
-        }
-        lags = [
-            min(batch.began for batch in of) - engine.passes[number].opened
-            for engine in run.engines
-            for rank in engine.ranks
-            for number, of in lanes[engine.number, rank].loads.items()
-        ]
-        notices = [seconds for each in passes for seconds in each.notices.values()]
+        noise: dict[tuple[int, int], dict[int, LoadNoise]] = {}
+        lags = array("d")
+        for engine in run.engines:
+            for rank in engine.ranks:
+                of_rank = noise[engine.number, rank] = {}
+                for number, batches in lanes[engine.number, rank].loads():
+                    opened = engine.passes[number].opened
+                    of_rank[number] = _noise(load, batches, opened)
+                    lags.append(min(batch.began for batch in batches) - opened)
+        notices = array("d", (seconds for each in passes for seconds in each.times.notice_s))
         return cls(
             min([prompt.at for prompt in run.prompts] + [each.opened for each in passes]),
             load,
@@ -166,7 +165,7 @@ class Fitted:
         Rerun(run, self, run.settings, link=None, residuals=True, validate=False).figures()
         for noises in self.noise.values():
             for noise in noises.values():
-                noise.begins = {}
+                noise.begins = ()
 
 
 def _noise(load: LinkTimes, batches: Sequence[MovedBatch], opened: float) -> LoadNoise:
@@ -174,8 +173,8 @@ def _noise(load: LinkTimes, batches: Sequence[MovedBatch], opened: float) -> Loa
     for batch in batches:
         begins[batch.layer] = min(begins.get(batch.layer, math.inf), batch.began - opened)
     if all(batch.emulated for batch in batches):
-        return LoadNoise({}, lateness(load, batches), begins)
-    return LoadNoise(slowdowns(load, batches), {}, begins)
+        return LoadNoise(late=by_layer(lateness(load, batches), 0.0), begins=by_layer(begins, math.nan))
+    return LoadNoise(slowdown=by_layer(slowdowns(load, batches), 1.0), begins=by_layer(begins, math.nan))
 
 
 def emulated_cost(settings: Settings) -> LinkCost | None:
@@ -201,50 +200,82 @@ class OtherLink(NamedTuple):
         return dataclasses.replace(times, cost=LinkCost(bandwidth, latency))
 
 
-class _RankLanes(NamedTuple):
-    """What has passed a rank's lanes; loads by the number of their pass."""
-
-    loads: dict[int, list[MovedBatch]]
-    saves: list[MovedBatch]
+MOST_FITTED: Final = 200_000
+"""Batches that a fit reads, about: of more, every so many passes tell as much."""
 
 
-def _lanes(engine: RecordedEngine, rank: int) -> _RankLanes:
-    spans = {
-        lane: [
-            (number, span)
-            for number, each in enumerate(engine.passes)
-            if rank in each.ranks
-            for span in each.ranks[rank].lane(lane)
-        ]
-        for lane in ("load", "save")
-    }
-    loads: dict[int, list[MovedBatch]] = defaultdict(list)
-    saves: list[MovedBatch] = []
-    for lane, other in (("load", "save"), ("save", "load")):
-        busy = _merged([(span.start, span.stop) for _, span in spans[other]])
-        for number, span in spans[lane]:
-            beside = _overlaps(busy, span.start, span.stop)
-            batch = MovedBatch(span.start, span.stop, span.nbytes, span.blocks, span.layer, beside, span.emulated)
-            (loads[number] if lane == "load" else saves).append(batch)
-    return _RankLanes(loads, saves)
+class _RankLanes:
+    """What has passed a rank's lanes, unpacked pass by pass.
+
+    :ivar spans: how many they are, and others.
+    """
+
+    def __init__(self, engine: RecordedEngine, rank: int) -> None:
+        self._steps = [each.ranks.get(rank) for each in engine.passes]
+        self.spans = sum(step.span_count for step in self._steps if step is not None)
+        busy: dict[str, tuple[array[float], array[float]]] = {
+            lane: (array("d"), array("d")) for lane in ("load", "save")
+        }
+        for step in self._steps:
+            lanes = step.spans() if step is not None else {}
+            for lane, (starts, stops) in busy.items():
+                starts.extend(span.start for span in lanes.get(lane, ()))
+                stops.extend(span.stop for span in lanes.get(lane, ()))
+        self._busy = {lane: _merged(*intervals) for lane, intervals in busy.items()}
+
+    def loads(self, every: int = 1) -> Iterator[tuple[int, list[MovedBatch]]]:
+        """By the number of its pass, what was loaded in one; of every so many passes."""
+        return self._moved("load", "save", every)
+
+    def saves(self, every: int = 1) -> Iterator[tuple[int, list[MovedBatch]]]:
+        """As :meth:`loads`, what was saved."""
+        return self._moved("save", "load", every)
+
+    def _moved(self, lane: str, other: str, every: int) -> Iterator[tuple[int, list[MovedBatch]]]:
+        busy = self._busy[other]
+        for number in range(0, len(self._steps), max(1, every)):
+            step = self._steps[number]
+            batches = [
+                MovedBatch(
+                    span.start,
+                    span.stop,
+                    span.nbytes,
+                    span.blocks,
+                    span.layer,
+                    _overlaps(busy, span.start, span.stop),
+                    span.emulated,
+                )
+                for span in (step.spans()[lane] if step is not None else ())
+            ]
+            if batches:
+                yield number, batches
 
 
-def _merged(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    merged: list[tuple[float, float]] = []
-    for start, stop in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+class _Intervals(NamedTuple):
+    """Times that do not overlap, in order."""
+
+    starts: array[float]
+    stops: array[float]
+
+
+def _merged(starts: array[float], stops: array[float]) -> _Intervals:
+    merged = _Intervals(array("d"), array("d"))
+    order = np.lexsort((stops, starts))
+    for start, stop in zip(np.array(starts)[order].tolist(), np.array(stops)[order].tolist(), strict=True):
+        if merged.stops and start <= merged.stops[-1]:
+            merged.stops[-1] = max(stop, merged.stops[-1])
         else:
-            merged.append((start, stop))
+            merged.starts.append(start)
+            merged.stops.append(stop)
     return merged
 
 
-def _overlaps(merged: list[tuple[float, float]], start: float, stop: float) -> bool:
+def _overlaps(merged: _Intervals, start: float, stop: float) -> bool:
     """Does more than half of this lie within them?"""
-    at = max(0, bisect.bisect_right(merged, (start, math.inf)) - 1)
+    at = max(0, bisect.bisect_right(merged.starts, start) - 1)
     covered = 0.0
-    while at < len(merged) and merged[at][0] < stop:
-        covered += max(0.0, min(stop, merged[at][1]) - max(start, merged[at][0]))
+    while at < len(merged.starts) and merged.starts[at] < stop:
+        covered += max(0.0, min(stop, merged.stops[at]) - max(start, merged.starts[at]))
         at += 1
     return covered > (stop - start) / 2
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -81,9 +83,14 @@ class SimulatedLink:
         return self.free_at + self.times.cost.latency * slowdown
 
 
+def by_layer(values: Mapping[int, float], missing: float) -> array[float]:
+    """Values by number of the layer: 8 bytes each, and `missing` where there is none."""
+    return array("d", (values.get(layer, missing) for layer in range(max(values, default=-1) + 1)))
+
+
 @dataclass(slots=True, eq=False)
 class LoadNoise:
-    """What was one step's own on its rank: how its loads went beside what is fitted. By layer.
+    """What was one step's own on its rank: how its loads went beside what is fitted. By layer, see :func:`by_layer`.
 
     :param slowdown: so many times as long as fitted its batches take; where none is told, as long.
     :param late: so many seconds longer than fitted the lane's thread takes for the first of them.
@@ -92,16 +99,26 @@ class LoadNoise:
     :ivar lags: how much later than it could its first batch begins: the lane came late.
     """
 
-    slowdown: Mapping[int, float] = field(default_factory=dict)
-    late: Mapping[int, float] = field(default_factory=dict)
-    begins: Mapping[int, float] = field(default_factory=dict)
-    lags: dict[int, float] = field(default_factory=dict)
+    slowdown: Sequence[float] = ()
+    late: Sequence[float] = ()
+    begins: Sequence[float] = ()
+    lags: array[float] = field(default_factory=lambda: array("d"))
+
+    def slower(self, layer: int) -> float:
+        """How many times as long as fitted a batch of the layer takes."""
+        return self.slowdown[layer] if layer < len(self.slowdown) else 1.0
+
+    def later(self, layer: int) -> float:
+        """How much longer than fitted the lane's thread takes for the layer's first batch."""
+        return self.late[layer] if layer < len(self.late) else 0.0
 
     def lag(self, layer: int, could: float, opened: float) -> float:
         """How long the layer's first batch, which could begin now, is still to wait."""
-        if layer in self.begins:
+        if layer < len(self.begins) and not math.isnan(self.begins[layer]):
+            if not self.lags:
+                self.lags = array("d", [0.0]) * len(self.begins)
             self.lags[layer] = max(0.0, opened + self.begins[layer] - could)
-        return self.lags.get(layer, 0.0)
+        return self.lags[layer] if layer < len(self.lags) else 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -269,10 +286,10 @@ class SimulatedWorker:
                 loads.in_flight += 1
                 extent = batch.extent
                 noise = loads.noise
-                slower = noise.slowdown.get(batch.layer, 1.0)
+                slower = noise.slower(batch.layer)
                 late = 0.0
                 if not (extent.lo or extent.byte_lo):
-                    late = noise.late.get(batch.layer, 0.0)
+                    late = noise.later(batch.layer)
                     begin = max(begin, self.loads.free_at)
                     begin += noise.lag(batch.layer, begin, loads.opened)
                 arrives = self.loads.send(extent.nbytes, extent.hi - extent.lo, begin, slower)
