@@ -25,8 +25,7 @@ def checked_file(context: typer.Context, option: typer.CallbackParam, path: Path
                 _check_beside(Path(os.path.realpath(path)).parent)
         except OSError as error:
             raise _unwritable(name, path, error) from None
-        if _is_recording(path):
-            raise ConfigError(f"{name} {path}: is a recording, which this would replace; give another name")
+        _refuse_recording(name, path)
     return path
 
 
@@ -44,8 +43,9 @@ def write_file(option: str, path: Path, text: str) -> None:
     """Write a file; until it is whole, what is there stays. Symbolic links are followed.
 
     :param option: what messages call it.
-    :raises ConfigError: it cannot be written.
+    :raises ConfigError: it cannot be written, or a recording is there: it may have been made meanwhile.
     """
+    _refuse_recording(option, path)
     try:
         if _in_place(path):
             path.write_text(text, encoding="utf-8")
@@ -123,13 +123,14 @@ def _made_beside(folder: Path) -> tuple[int, Path]:
     return os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), beside
 
 
-def _is_recording(path: Path) -> bool:
+def _refuse_recording(option: str, path: Path) -> None:
     from layerflow.recording.format import MAGIC  # noqa: PLC0415 - `--help` stays quick
 
     if not path.is_file() or not os.access(path, os.R_OK):
-        return False
+        return
     with path.open("rb") as file:
-        return file.read(len(MAGIC)) == MAGIC
+        if file.read(len(MAGIC)) == MAGIC:
+            raise ConfigError(f"{option} {path}: is a recording, which this would replace; give another name")
 
 
 def _unwritable(option: str, path: Path, error: OSError) -> ConfigError:

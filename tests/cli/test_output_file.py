@@ -103,6 +103,14 @@ def test_a_result_that_cannot_be_written_is_printed(tmp_path: Path, capsys: pyte
     assert json.loads(capsys.readouterr().out) == {"x": 1}
 
 
+def test_a_recording_that_was_made_meanwhile_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As of ``layerflow record -o x --json x``."""
+    (tmp_path / "x").write_bytes(b"LAYERFLOW-RECORD")
+    with pytest.raises(ConfigError, match="is a recording"):
+        write_json(tmp_path / "x", {"x": 1})
+    assert json.loads(capsys.readouterr().out) == {"x": 1} and (tmp_path / "x").read_bytes() == b"LAYERFLOW-RECORD"
+
+
 def test_one_file_costs_no_other(tmp_path: Path) -> None:
     def writes(name: str) -> Callable[[], None]:
         return lambda: write_file("--html", tmp_path / name, "x")
