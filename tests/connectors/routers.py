@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from layerflow.connectors.common.block_ledger import BlockEvent, StoredBlocks
 
 Prefix = bytes
-"""Tokens of a prompt up to the end of a block: what a router's own hash of them stands for."""
+"""Tokens of a prompt up to the end of a block, behind what a router sees besides tokens (a salt, an adapter): what a
+router's own hash stands for."""
 
 
 @dataclass
@@ -34,7 +35,7 @@ class LlmdIndexer:
             if event.parent is not None and event.parent not in self.keys:
                 self.skipped += 1
                 continue
-            prefix = self.keys[event.parent] if event.parent is not None else b""
+            prefix = self.keys[event.parent] if event.parent is not None else event.extra
             size = event.block_tokens * 4
             for at, block in enumerate(event.hashes):
                 prefix += event.tokens[at * size : (at + 1) * size]
@@ -51,10 +52,10 @@ class LlmdIndexer:
             self.pods.pop(prefix, None)
             del self.keys[block]
 
-    def blocks(self, pod: str, prompt: bytes, size: int) -> int:
+    def blocks(self, pod: str, prompt: bytes, size: int, view: bytes = b"") -> int:
         """Leading blocks of a prompt with which a pod is credited, wherever they are."""
         for count in range(len(prompt) // size):
-            if not any(pod == each for each, _ in self.pods.get(prompt[: (count + 1) * size], ())):
+            if not any(pod == each for each, _ in self.pods.get(view + prompt[: (count + 1) * size], ())):
                 return count
         return len(prompt) // size
 
@@ -87,13 +88,13 @@ class DynamoRouter:
             if size != self.size or repeated or orphan:
                 self.dropped += 1
                 continue
-            prefix = self.prefixes[worker, event.parent] if event.parent is not None else b""
+            prefix = self.prefixes[worker, event.parent] if event.parent is not None else event.extra
             for at, block in enumerate(event.hashes):
                 prefix += event.tokens[at * size : (at + 1) * size]
                 self.prefixes[worker, block] = prefix
                 counts[block] = counts.get(block, 0) + 1
 
-    def blocks(self, worker: str, prompt: bytes) -> int:
+    def blocks(self, worker: str, prompt: bytes, view: bytes = b"") -> int:
         """Leading blocks of a prompt that a worker has, in any tier."""
         held = {
             self.prefixes[worker, block]
@@ -102,7 +103,7 @@ class DynamoRouter:
             for block in counts
         }
         count = 0
-        while (count + 1) * self.size <= len(prompt) and prompt[: (count + 1) * self.size] in held:
+        while (count + 1) * self.size <= len(prompt) and view + prompt[: (count + 1) * self.size] in held:
             count += 1
         return count
 
@@ -120,7 +121,7 @@ class BlockPlaces:
                 for block in event.hashes:
                     self.states.get((pod, event.group, block), set()).discard(event.state)
                 continue
-            prefix = self.prefixes[pod, event.parent] if event.parent is not None else b""
+            prefix = self.prefixes[pod, event.parent] if event.parent is not None else event.extra
             size = event.block_tokens * 4
             for at, block in enumerate(event.hashes):
                 prefix += event.tokens[at * size : (at + 1) * size]

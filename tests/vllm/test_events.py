@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-import zmq
 from comparison import prompt, settled
+from connectors.event_channel import Channel, Prefixes
 from engines import Engine, connector
 from vllm.distributed.kv_events import EventPublisherFactory
 from vllm.v1.core import kv_cache_utils
@@ -25,83 +24,20 @@ from layerflow.wire.messages import ChunkChange
 from layerflow_cli.bench.harness import ServerProcess
 
 CHUNK, BLOCK = 64, 32
-ANSWER_MS = 10_000
-THE_END = (-1).to_bytes(8, "big", signed=True)
 
 Serve = Callable[..., ServerProcess]
 Start = Callable[..., Engine]
 
 
-class Channel:
-    """A publisher's endpoints, and what it has published so far."""
+class VllmChannel(Channel):
+    """vLLM's, with its own switch."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        self._replay = f"ipc://{folder}/{name}-replay"
-        self.config = {
-            "enable_kv_cache_events": True,
-            "publisher": "zmq",
-            "endpoint": f"ipc://{folder}/{name}",
-            "replay_endpoint": self._replay,
-        }
-
-    def events(self) -> list[dict[str, Any]]:
-        """All events, oldest first."""
-        found: list[dict[str, Any]] = []
-        with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-            dealer.setsockopt(zmq.LINGER, 0)
-            dealer.connect(self._replay)
-            dealer.send_multipart([b"", (0).to_bytes(8, "big")])
-            while True:
-                assert dealer.poll(ANSWER_MS), "the publisher does not answer"
-                *_, number, batch = dealer.recv_multipart()
-                if number == THE_END:
-                    return found
-                found += msgspec.msgpack.decode(batch)[1]
-
-    def believed(self) -> dict[tuple[int, str], dict[Any, tuple[Any, list[int]]]]:
-        """What a router knows: by cache group and medium, the parent and tokens of each block of the pool."""
-        known: dict[tuple[int, str], dict[Any, tuple[Any, list[int]]]] = {}
-        for event in self.events():
-            if event.get("medium") not in ("CPU", "STORAGE"):
-                continue
-            blocks = known.setdefault((event["group_idx"], event["medium"]), {})
-            if event["type"] == "BlockRemoved":
-                for block in event["block_hashes"]:
-                    del blocks[block]
-                continue
-            size, parent = event["block_size"], event.get("parent_block_hash")
-            for at, block in enumerate(event["block_hashes"]):
-                assert block not in blocks, "a block is told twice"
-                blocks[block] = parent, event["token_ids"][at * size : (at + 1) * size]
-                parent = block
-        return known
-
-    def prefixes(self) -> dict[tuple[int, str], set[tuple[int, ...]]]:
-        """The tokens of each block that a router knows, with all before it."""
-
-        def whole(blocks: dict[Any, tuple[Any, list[int]]], block: Any) -> list[int]:
-            parent, tokens = blocks[block]
-            return (whole(blocks, parent) if parent is not None else []) + tokens
-
-        return {
-            place: {tuple(whole(blocks, block)) for block in blocks}
-            for place, blocks in self.believed().items()
-            if blocks
-        }
-
-    def wait(self, wanted: dict[tuple[int, str], set[tuple[int, ...]]]) -> None:
-        """Until a router knows exactly this."""
-        until = time.monotonic() + ANSWER_MS / 1e3
-        while (found := self.prefixes()) != wanted:
-            assert time.monotonic() < until, f"told {sizes(found)}, wanted {sizes(wanted)}"
-            time.sleep(0.05)
+        super().__init__(folder, name, ("CPU", "STORAGE"))
+        self.config |= {"enable_kv_cache_events": True}
 
 
-def sizes(prefixes: dict[tuple[int, str], set[tuple[int, ...]]]) -> dict[tuple[int, str], list[int]]:
-    return {place: sorted(map(len, found)) for place, found in prefixes.items()}
-
-
-def blocks_of(*prompts: list[int], groups: int = 1) -> dict[tuple[int, str], set[tuple[int, ...]]]:
+def blocks_of(*prompts: list[int], groups: int = 1) -> Prefixes:
     """All whole blocks of these prompts, in the arena."""
     found = {tuple(each[:end]) for each in prompts for end in range(BLOCK, len(each) + 1, BLOCK)}
     return {(group, "CPU"): found for group in range(groups)}
@@ -116,7 +52,7 @@ def serve_whole(engine: Engine, server: ServerProcess, asked: list[int]) -> int:
 
 
 def test_what_is_told_is_vllms_own_blocks(serve: Serve, vllm: Start, tmp_path: Path) -> None:
-    server, channel = serve(), Channel(tmp_path, "events")
+    server, channel = serve(), VllmChannel(tmp_path, "events")
     config = connector(server.endpoint, mode="layerwise", chunk_tokens=CHUNK)
     engine = vllm("llama", kv_transfer_config=config, kv_events_config=channel.config, enable_prefix_caching=True)
     first = prompt(1, 3 * CHUNK + 40)
@@ -134,7 +70,7 @@ def test_an_engine_that_attaches_tells_what_is_there_and_each_tells_of_the_other
     serve: Serve, vllm: Start, tmp_path: Path
 ) -> None:
     server = serve()
-    channels = [Channel(tmp_path, name) for name in ("one", "two")]
+    channels = [VllmChannel(tmp_path, name) for name in ("one", "two")]
     config = connector(server.endpoint, mode="layerwise", chunk_tokens=CHUNK)
     first, second = prompt(1, 2 * CHUNK + 1), prompt(2, 2 * CHUNK + 1)
     one = vllm("llama", kv_transfer_config=config, kv_events_config=channels[0].config)
@@ -152,7 +88,7 @@ def test_an_engine_that_attaches_tells_what_is_there_and_each_tells_of_the_other
 
 def test_forgetting_the_pool_is_told(serve: Serve, vllm: Start, tmp_path: Path) -> None:
     server = serve()
-    channel = Channel(tmp_path, "events")
+    channel = VllmChannel(tmp_path, "events")
     config = connector(server.endpoint, mode="layerwise", chunk_tokens=CHUNK)
     engine = vllm("llama", kv_transfer_config=config, kv_events_config=channel.config)
     asked = prompt(1, CHUNK + 1)

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-import structlog
-import zmq
 from vllm.distributed import kv_events
 from vllm.distributed.kv_events import (
     MEDIUM_CPU,
@@ -29,11 +27,11 @@ from vllm.distributed.kv_events import (
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
-from zmq.utils.monitor import parse_monitor_message
 
 from layerflow.agent.control import Control
 from layerflow.connectors.common.announcer import Announcer
 from layerflow.connectors.common.block_ledger import BlockEvent, BlockGroup, BlockLedger, Hash, StoredBlocks
+from layerflow.connectors.common.publisher import EnginePublisher, WatchedPublisher
 from layerflow.connectors.vllm.context import sizes_of
 from layerflow.wire.messages import ChunkChange, ChunkDescription
 
@@ -48,82 +46,27 @@ MEDIUMS = {1: MEDIUM_CPU, 2: getattr(kv_events, "MEDIUM_STORAGE", "STORAGE")}
 # vLLM 0.27 has its extra keys in the published form already.
 _published = getattr(kv_cache_utils, "to_event_extra_keys", list)
 
-log = structlog.get_logger("layerflow.events")
-
 # vLLM's publisher: it is made by vLLM's scheduler, right behind this connector.
 
 
-class _WatchedPublisher(ZmqEventPublisher):  # type: ignore[misc]
-    """Sees who connects, and what vLLM itself says.
-
-    :ivar cleared: vLLM has told its routers to forget everything.
-    """
-
-    cleared = False
-
-    def _socket_setup(self) -> None:
-        super()._socket_setup()
-        assert self._pub is not None
-        self.connections = self._pub.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-
-    def publish(self, events: Any) -> None:
-        """Send a batch."""
-        if any(isinstance(event, AllBlocksCleared) for event in events.events):
-            self.cleared = True
-        super().publish(events)
-
-    def shutdown(self) -> None:
-        """Stop."""
-        if self._pub is not None:
-            self._pub.disable_monitor()
-        self.connections.close(0)
-        super().shutdown()
+class _WatchedPublisher(WatchedPublisher, ZmqEventPublisher):  # type: ignore[misc]
+    forgetting = AllBlocksCleared
 
 
-class VllmRouter:
-    """Where the announcer's events go: the next publisher that vLLM makes in this process.
+class VllmRouter(EnginePublisher):
+    """vLLM's publisher.
 
     :param kind: of publisher, by vLLM's configuration.
+    :param group_kinds: of vLLM's cache groups: the kind, and its sliding window.
     """
 
     def __init__(self, kind: str, group_kinds: Sequence[tuple[str, int | None]]) -> None:
+        super().__init__(EventPublisherFactory._registry, kind, _WatchedPublisher)
         self._group_kinds = group_kinds
-        self._publisher: Any = None
-        self._greeted = False
-        registry = EventPublisherFactory._registry
-        made = registry[kind]
 
-        def make(*args: Any, **kwargs: Any) -> Any:
-            registry[kind] = made
-            watched = made is ZmqEventPublisher
-            self._publisher = (_WatchedPublisher if watched else made)(*args, **kwargs)
-            if not watched:
-                log.warning("routers_not_watched", publisher=kind, effect="a router that starts late learns from hits")
-            return self._publisher
-
-        registry[kind] = make
-
-    def publish(self, events: Sequence[BlockEvent]) -> None:
-        """Send events as one batch."""
-        publisher = self._publisher
-        if publisher is None or not getattr(publisher, "_running", True) or not events:
-            return
-        publisher.publish(KVEventBatch(ts=time.time(), events=[self._event(event) for event in events]))
-
-    def missed(self) -> bool:
-        """Has a subscriber connected before the last call, or has vLLM had everything forgotten?
-
-        One that has only now connected is told with the next call: its subscription follows its greeting.
-        """
-        publisher = self._publisher
-        if not isinstance(publisher, _WatchedPublisher):
-            return False
-        missed, self._greeted = self._greeted or publisher.cleared, False
-        publisher.cleared = False
-        while not publisher.connections.closed and publisher.connections.poll(0):
-            parse_monitor_message(publisher.connections.recv_multipart())
-            self._greeted = True
-        return missed
+    def batch(self, events: Sequence[BlockEvent]) -> KVEventBatch:
+        """vLLM's own events of these."""
+        return KVEventBatch(ts=time.time(), events=[self._event(event) for event in events])
 
     def _event(self, event: BlockEvent) -> BlockRemoved | BlockStored:
         hashes = [kv_cache_utils.maybe_convert_block_hash(block) for block in event.hashes]
