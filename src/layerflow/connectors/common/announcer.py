@@ -92,6 +92,7 @@ class Announcer:
         self._heartbeat_s = heartbeat_s
         self._control: Control | None = None
         self._next: tuple[Callable[[], Control], BlockLedger] | None = None
+        self._withdrawn = False  #: nothing can be hit until the next model is known
         self._waiting: deque[tuple[Describe, bool]] = deque()
         self._described: OrderedDict[bytes, None] = OrderedDict()
         self._lost_chunks: list[ChunkDescription] = []
@@ -121,7 +122,11 @@ class Announcer:
     def replace(self, connect: Callable[[], Control], ledger: BlockLedger) -> None:
         """The engine's keys are others from here on: what was told can be hit no more. Any thread; returns at once."""
         self._waiting.clear()
-        self._next = connect, ledger
+        self._next, self._withdrawn = (connect, ledger), False
+
+    def withdraw(self) -> None:
+        """What was told can be hit no more, nor anything else until :meth:`replace`. Any thread; returns at once."""
+        self._next, self._withdrawn = None, True
 
     def close(self) -> None:
         """End."""
@@ -131,9 +136,15 @@ class Announcer:
 
     def turn(self) -> None:
         """One heartbeat."""
-        if self._next is not None:
+        if (model := self._next) is not None:
+            self._next = None
             self._forget_all()
-            (self._connect, self._ledger), self._next = self._next, None
+            self._connect, self._ledger = model
+        if self._withdrawn:
+            self._waiting.clear()
+            self._forget_all()
+            self._hand_on()
+            return
         self._hand_on()
         if self._router.missed():
             log.info("router_told_again", chunks=len(self._ledger))

@@ -8,6 +8,7 @@ computed comes by ``offload``, node by node, and is told by ``num_completed_offl
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,14 +17,17 @@ import structlog
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
+from sglang.srt.runtime_context import get_disagg, get_observability
 
+from layerflow.agent.control import Control
 from layerflow.connectors.common.guard import attempt, guarded
 from layerflow.connectors.sglang.breaker import LoadBreaker
 from layerflow.connectors.sglang.engine import EngineCache
+from layerflow.connectors.sglang.events import PoolEvents, pool_events
 from layerflow.connectors.sglang.layout import KV, MAMBA, SWA
 from layerflow.connectors.sglang.loads import Loads
 from layerflow.connectors.sglang.options import parse_options
-from layerflow.connectors.sglang.plugin import hook_linker
+from layerflow.connectors.sglang.plugin import hook_events, hook_linker
 from layerflow.connectors.sglang.saves import Saves
 from layerflow.errors import Unsupported
 
@@ -75,7 +79,11 @@ class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     :raises ConfigError: ``linker_extra_config``; see :class:`.options.SglangOptions`.
     :raises Unsupported: an SGLang, a parallelism or a cache that is not known here.
+
+    :ivar events: tells routers what can be hit; None = this process does not.
     """
+
+    events: PoolEvents | None = None
 
     def __init__(
         self, server_args: Any, params: Any, *, components: Any, extra_config: Any, forward_stream: Any = None
@@ -108,6 +116,11 @@ class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.pools = {PoolName(group.pool): _pool_of(kvcache, states, group.pool) for group in layout.groups}
         if states is not None:
             states.register_layer_transfer_counter(self.layer_done_counter)
+        if self.options.load and get_disagg().disaggregation_mode != "decode":  # which asks no linker for a hit
+            whole = [number for number, group in enumerate(layout.groups) if group.pool == KV]
+            self.events = pool_events(params, get_observability().kv_events_config, whole)
+        if self.events is not None:
+            hook_events()
         self._ready()
 
     def hook_failed(self, hook: str, subject: Any) -> None:
@@ -120,7 +133,7 @@ class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def lookup(self, rid: str, transfers: Any) -> list[int]:
         """Every number of pages, behind those on the device, that can be loaded for a request."""
         ready = self._ready()
-        if ready is None or not self.options.load or self._cache.are_replaced():
+        if ready is None or not self.options.load or self._are_replaced():
             return []
         return ready.loads.look_up(rid, _of(transfers, KV).keys)
 
@@ -155,8 +168,10 @@ class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self._attached is None:  # another rank may have its agent: each begins every save, be it to fail
             self._early += 1
             return True
-        slots = self._slots(transfers)
-        self._attached.saves.begin(_of(transfers, KV).keys, slots, allowed=not self._cache.are_replaced())
+        slots, allowed = self._slots(transfers), not self._are_replaced()
+        self._attached.saves.begin(_of(transfers, KV).keys, slots, allowed=allowed)
+        if allowed and self.events is not None:
+            self.events.saving()
         return True
 
     @guarded(lambda: 0)
@@ -182,10 +197,13 @@ class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
         ready.loads.reset()
         ready.saves.reset()
         self._cache.rename()
+        self._announce()
 
     def close(self) -> None:
         """Cut off what is under way, and hang up."""
         attempt(self.reset, "close")
+        if self.events is not None:
+            self.events.close()
         self._attached = None
         self._cache.close()
 
@@ -213,11 +231,26 @@ class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
             )
             self.layer_done_counter.loads = loads
             self._attached = _Ready(loads, Saves(agent, layout, written=lambda: cache.event(stream)))
+            self._announce()
             log.info(
                 "linker_ready", engine=cache.name, attached=agent.attached, page_tokens=agent.spec.chunk_tokens,
                 layers=agent.spec.num_layers, groups=[group.pool for group in layout.groups],
             )  # fmt: skip
         return self._attached
+
+    def _are_replaced(self) -> bool:
+        """Are the weights others than those of the keys? Then routers believe nothing until the next flush."""
+        replaced = self._cache.are_replaced()
+        if replaced and self.events is not None:
+            self.events.withdraw()
+        return replaced
+
+    def _announce(self) -> None:
+        """Routers believe what is stored under the keys of now."""
+        agent = self._cache.agent()
+        if self.events is not None and agent is not None:
+            connect = functools.partial(Control, self.options.endpoint, self._cache.engine, name=self._cache.name)
+            self.events.begin(agent.spec, connect)
 
     def _slots(self, transfers: Any) -> dict[str, np.ndarray]:
         """int64 slots by pool."""

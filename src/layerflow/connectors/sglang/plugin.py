@@ -13,6 +13,7 @@ from typing import Any
 
 import structlog
 
+from layerflow.connectors.common.guard import attempt
 from layerflow.connectors.sglang.pd.attempts import tell_attempt
 
 MOST_REASON = 300
@@ -34,6 +35,16 @@ def hook_linker() -> None:
     _hook(
         around=(("mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper.finish_loads", finish_loads),),
         after=(("mem_cache.unified_radix_cache.UnifiedRadixCache.finish_external_linker_loads", tell_reasons),),
+    )
+
+
+def hook_events() -> None:
+    """Show the linker's events the prompts that are saved and hit, of which the linker is told page hashes only."""
+    _hook(
+        before=(
+            ("mem_cache.unified_radix_cache.UnifiedRadixCache.insert", prompt_inserted),
+            ("mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper.load_back", hit_loaded),
+        ),
     )
 
 
@@ -122,6 +133,23 @@ def tell_reasons(failed: list[Any], cache: Any, *args: Any, **kwargs: Any) -> No
         reason = reasons().get(request.rid, "it failed on another rank")
         text = f"External KV cache load failed: {reason}"[:MOST_REASON]
         request.discard_output_reason = FINISH_ABORT(text, HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+def prompt_inserted(cache: Any, params: Any, *args: Any, **kwargs: Any) -> None:
+    """A prompt is about to be inserted into the tree, which saves the nodes that are not stored."""
+    if (events := _events_of(cache.linker)) is not None:
+        attempt(lambda: events.inserting(params.key), "insert")
+
+
+def hit_loaded(wrapper: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    """A request is about to load what was found for it."""
+    if (events := _events_of(wrapper)) is not None:
+        attempt(lambda: events.found(request, wrapper.hit_markers.get(request.rid)), "load_back")
+
+
+def _events_of(wrapper: Any) -> Any:
+    """Of a wrapper's linker; None = it has none, or tells no router."""
+    return getattr(getattr(wrapper, "cache_linker", None), "events", None)
 
 
 # The transfer backend.
