@@ -265,7 +265,7 @@ class KnownWorker:
             wrong = self.forward(step, [run])
         assert wrong == 0, f"{wrong} wrong bytes in a hit of {run.hit.tokens} tokens"
         assert not run.failed, f"{run.failed}: {run.reasons}"
-        assert self.agent.wait_idle(run.name, 20), "the step never ended"
+        assert self.agent.wait_idle(run.name, PATIENCE_S), "the step never ended"
         self.retire(run)
         return run
 
