@@ -198,9 +198,7 @@ def test_a_reading_that_another_one_replaces(bench, gate, tmp_path):
     agrees(bench, [new])
 
 
-def test_a_folder_that_fails_while_it_is_read_is_read_again(bench, gate, monkeypatch):
-    one = bench.thing("one")
-    assert save(bench, bench.first, [one]) == [OK]
+def restart_with_a_reading_that_fails(bench, monkeypatch):
     attached = threading.Event()  # a scan that fails before is a folder that cannot be attached
 
     def fail(folder: Folder, progress: object) -> None:
@@ -212,6 +210,12 @@ def test_a_folder_that_fails_while_it_is_read_is_read_again(bench, gate, monkeyp
         bench.restart()
         attached.set()
         scanned(bench.first.backend)
+
+
+def test_a_folder_that_fails_while_it_is_read_is_read_again(bench, gate, monkeypatch):
+    one = bench.thing("one")
+    assert save(bench, bench.first, [one]) == [OK]
+    restart_with_a_reading_that_fails(bench, monkeypatch)
     assert bench.known == {}
     bench.first.backend.check()
     scanned(bench.first.backend)
@@ -221,17 +225,7 @@ def test_a_folder_that_fails_while_it_is_read_is_read_again(bench, gate, monkeyp
 def test_a_write_lives_through_a_folder_that_is_read_again(bench, gate, monkeypatch):
     old, new = bench.thing("old"), bench.thing("new")
     assert save(bench, bench.first, [old]) == [OK]
-    attached = threading.Event()
-
-    def fail(folder: Folder, progress: object) -> None:
-        assert attached.wait(PATIENCE_S)
-        os.stat(tmp_missing(folder))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Folder, "scan", fail)
-        bench.restart()
-        attached.set()
-        scanned(bench.first.backend)
+    restart_with_a_reading_that_fails(bench, monkeypatch)
     backend, [place] = bench.first.backend, [new.at(bench.first, 0)]
     put(bench, [new], [0])
     assert outcomes(backend.open_write([place], soon())) == outcomes(backend.write([place], 0, 1, soon())) == [OK]

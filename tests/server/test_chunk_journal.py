@@ -125,13 +125,21 @@ def test_every_reader_ends_with_what_is_there(seed: int, room: int, monkeypatch:
     assert sum(len(segment.entries) for segment in journal._segments) <= 8 * (len(journal._segments) + 1)
 
 
+def describe_stored(
+    journal: ChunkJournal, places: Places, spec: ModelSpec, count: int, extra: bytes = b""
+) -> list[bytes]:
+    """Chunks that are in the arena, described; their digests, in order."""
+    digests = [number.to_bytes(DIGEST_BYTES, "big") for number in range(count)]
+    for digest in digests:
+        places.arena.update(object_key(digest, group, spec.shard) for group in (0, 1))
+        finish(journal.describe(spec, Described(digest, b"", TOKENS, extra)))
+    return digests
+
+
 def test_an_engine_that_attaches_reads_what_is_there_in_slices() -> None:
     places, spec = Places(), spec_of("one")
     journal = ChunkJournal(places.where, lambda: 1 << 40)
-    digests = [number.to_bytes(DIGEST_BYTES, "big") for number in range(5000)]
-    for digest in digests:
-        places.arena.update(object_key(digest, group, spec.shard) for group in (0, 1))
-        finish(journal.describe(spec, Described(digest, b"", TOKENS, b"")))
+    digests = describe_stored(journal, places, spec, 5000)
     others = spec_of("two")
     turns = sum(1 for _ in journal.read(others.fingerprint, 0, 0, 256))
     assert turns == 5000 // chunk_journal.READ_AT_ONCE, "another model's chunks are passed over in turns"
@@ -164,10 +172,7 @@ def test_another_server_is_read_from_the_beginning() -> None:
 def test_an_answer_is_bounded_by_its_bytes_too() -> None:
     places, spec = Places(), spec_of("one")
     journal = ChunkJournal(places.where, lambda: 1 << 40)
-    digests = [number.to_bytes(DIGEST_BYTES, "big") for number in range(5)]
-    for digest in digests:
-        places.arena.update(object_key(digest, group, spec.shard) for group in (0, 1))
-        finish(journal.describe(spec, Described(digest, b"", TOKENS, bytes(1000))))
+    digests = describe_stored(journal, places, spec, 5, bytes(1000))
     each = len(TOKENS) + 1000
     read = finish(journal.read(spec.fingerprint, 0, 0, 256, 2 * each))
     assert [change.digest for change in read.changes] == digests[:2] and read.more

@@ -1,5 +1,7 @@
 """A simulated lane sees how far an engine is as a real one does."""
 
+from collections.abc import Callable
+
 import pytest
 
 from layerflow.flow.commands import Submit
@@ -15,20 +17,20 @@ PASSES_S = 1e-3
 REACHED_S = 1.0
 
 
+def worker_over(
+    clock: VirtualClock, saves: SimulatedLink, saved: Callable[..., object] = lambda *_: None
+) -> SimulatedWorker:
+    """A worker whose loads pass a link like that of its saves."""
+    spec = one_group_spec(layers=LAYERS, bytes_per_token=16, chunk_tokens=256, block_size=64, tp=1)
+    links = SimulatedLink(saves.times), saves
+    return SimulatedWorker(
+        clock, spec, session=1, caps=BatchCaps(), window=WindowCaps(1 << 20, 1), stagger_us=0, links=links, saved=saved
+    )
+
+
 def loading(clock: VirtualClock) -> tuple[SimulatedWorker, SimulatedLoads, list[float]]:
     """A worker that loads one layer ahead of its engine, and when its layers are in place."""
-    spec = one_group_spec(layers=LAYERS, bytes_per_token=16, chunk_tokens=256, block_size=64, tp=1)
-    times = LinkTimes(LinkCost(LAYER_BYTES / PASSES_S, 0.0))
-    worker = SimulatedWorker(
-        clock,
-        spec,
-        session=1,
-        caps=BatchCaps(),
-        window=WindowCaps(1 << 20, 1),
-        stagger_us=0,
-        links=(SimulatedLink(times), SimulatedLink(times)),
-        saved=lambda *_: None,
-    )
+    worker = worker_over(clock, SimulatedLink(LinkTimes(LinkCost(LAYER_BYTES / PASSES_S, 0.0))))
     ready: list[float] = []
     loads = worker.load(7, {0: BLOCKS}, 60.0, over=lambda _: None, layer_ready=lambda: ready.append(clock.now))
     return worker, loads, ready
@@ -36,18 +38,8 @@ def loading(clock: VirtualClock) -> tuple[SimulatedWorker, SimulatedLoads, list[
 
 def test_saves_pass_while_latencies_of_others_last() -> None:
     clock, stored = VirtualClock(), []
-    spec = one_group_spec(layers=LAYERS, bytes_per_token=16, chunk_tokens=256, block_size=64, tp=1)
     link = SimulatedLink(LinkTimes(LinkCost(LAYER_BYTES / PASSES_S, 10 * PASSES_S)))
-    worker = SimulatedWorker(
-        clock,
-        spec,
-        session=1,
-        caps=BatchCaps(),
-        window=WindowCaps(1 << 20, 1),
-        stagger_us=0,
-        links=(SimulatedLink(link.times), link),
-        saved=lambda *_: stored.append(clock.now),
-    )
+    worker = worker_over(clock, link, lambda *_: stored.append(clock.now))
     worker.computed(7, LAYERS)
     for layer in range(LAYERS):
         worker.submit(Submit(1, 7, layer, SAVE, layer, 0, BLOCKS, 0, 0, LAYER_BYTES, layer, True))
