@@ -18,6 +18,7 @@ from layerflow.agent import Agent
 from layerflow.agent.lookups import Lookups
 from layerflow.agent.step.step import NO_STEP, NoStep, Step
 from layerflow.agent.values import Ended
+from layerflow.connectors.sglang.batch_saves import BatchSaves
 from layerflow.connectors.sglang.layout import KV, MAMBA, PoolGroup, PoolLayout
 from layerflow.connectors.sglang.pd import decoding, prefilling
 from layerflow.connectors.sglang.pd.decoding import DecodeSide, Following, PromptProgress
@@ -85,9 +86,8 @@ class Pair:
             self.p.agent,
             self.p.lookups,
             self.p.layout,
+            BatchSaves(self.p.agent, self.p.layout, written=self.p.agent.record, passed=self.p.agent.record),
             leads=True,
-            written=self.p.agent.record,
-            passed=self.p.agent.record,
         )
         self.decode = DecodeSide(
             self.d.agent, self.d.lookups, self.d.layout, after=self.d.agent.record, deadline_s=deadline_s
@@ -107,7 +107,7 @@ class Pair:
                 for slot in [*part.slots[KV], *part.slots.get(MAMBA, ())]:
                     rows[slot] = (7 * slot + 31 * layer) % 251
             if layer in told:
-                self.prefill.layer_done(layer)
+                self.prefill.saves.layer_done(layer)
         self.prefill.end_batch(failed)
 
     def ended(self, following: Following) -> PromptProgress:
@@ -298,13 +298,13 @@ def test_pages_that_are_freed_are_read_to_the_end_before(pair: Any) -> None:
     theirs = {1: slots([0, 1, 2]), 2: slots([3, 4, 5])}
     mine = {1: slots([9, 8, 7]), 2: slots([12, 11, 10])}
     followed = {room: both.decode.follow(room, keys[room], 0, mine[room]) for room in keys}
-    assert not both.prefill.reads
+    assert not both.prefill.saves.reads
     both.compute(*(PromptPart(room, keys[room], 3, theirs[room]) for room in keys))
     for room in keys:
         both.prefill.end(room)
-    assert both.prefill.reads and both.p.agent.saving("sglang-2")
+    assert both.prefill.saves.reads and both.p.agent.saving("sglang-2")
     computed = [both.p.rows(layer)[theirs[2][KV]].clone() for layer in range(LAYERS)]
-    both.prefill.let_go(theirs[2][KV])
+    both.prefill.let_go([torch.tensor([3, 4]), torch.tensor([5])])
     assert not both.p.agent.saving("sglang-2")
     for layer in range(LAYERS):
         both.p.rows(layer)[theirs[2][KV]] = EMPTY
@@ -364,18 +364,18 @@ def test_layers_that_no_hook_tells_of_are_saved_behind_the_pass(by_layer: bool, 
         return kind
 
     agent.open_step = lambda requests: step  # type: ignore[assignment]
-    prefill = PrefillSide(
+    shape = layout()
+    saves = BatchSaves(
         agent,  # type: ignore[arg-type]
-        None,  # type: ignore[arg-type]
-        layout(),
-        leads=False,
+        shape,
         written=lambda: event("layer"),
         passed=lambda: event("pass"),
         by_layer=by_layer,
     )
+    prefill = PrefillSide(agent, None, shape, saves, leads=False)  # type: ignore[arg-type]
     prefill.begin([PromptPart(1, HASHES[:1], 1, slots([3]))])
-    prefill.layer_done(1)
-    prefill.layer_done(1)
+    saves.layer_done(1)
+    saves.layer_done(1)
     prefill.end_batch()
     assert step.events == events
     assert made == ["layer"] * by_layer + ["pass"]
@@ -432,7 +432,9 @@ def test_a_prompt_that_is_given_up_is_cut_off_only_as_far_as_it_must(
     """First waited for, unless it is worthless; then cut; at last all that reads its pages is. Never all steps."""
     monkeypatch.setattr(prefilling, "DRAIN_S", 0.01)
     agent = SlowAgent("sglang-1", ends_with)
-    prefill = PrefillSide(agent, None, layout(), leads=False, written=lambda: None, passed=lambda: None)  # type: ignore[arg-type]
+    shape = layout()
+    saves = BatchSaves(agent, shape, written=lambda: None, passed=lambda: None)  # type: ignore[arg-type]
+    prefill = PrefillSide(agent, None, shape, saves, leads=False)  # type: ignore[arg-type]
     prefill.begin([PromptPart(1, HASHES[:1], 1, slots([3]))])
     prefill.end_batch()
     prefill.give_up(1, "for a test", sound=sound)

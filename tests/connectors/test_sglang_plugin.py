@@ -110,14 +110,14 @@ class Manager:
     def end_batch(self, batch: Any) -> None:
         self.ended.append(batch)
 
-    def pages_freed(self, pages: Sequence[Any]) -> None:
-        self.ended.append(pages)
+    def pages_freed(self, allocator: Any, pages: Sequence[Any]) -> None:
+        self.ended.append((allocator, *pages))
 
 
 @pytest.mark.parametrize("linker", [None, wrapper(Linker(), "b")], ids=["alone", "with-a-linker"])
 def test_a_batch_is_told_with_what_a_linker_loads_of_it(monkeypatch: pytest.MonkeyPatch, linker: Any) -> None:
     manager = Manager()
-    monkeypatch.setattr(plugin, "_prefilling", [manager])
+    monkeypatch.setattr(plugin, "_watching", [manager])
     scheduler = SimpleNamespace(tree_cache=SimpleNamespace(linker=linker) if linker else SimpleNamespace())
     batch = SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda: True))
     plugin.batch_begins(scheduler, batch)
@@ -129,6 +129,6 @@ def test_a_batch_is_told_with_what_a_linker_loads_of_it(monkeypatch: pytest.Monk
 def test_a_prefill_engine_hears_of_freed_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     plugin.pages_freed("allocator", "decode's")
     manager = Manager()
-    monkeypatch.setattr(plugin, "_prefilling", [manager])
+    monkeypatch.setattr(plugin, "_watching", [manager])
     plugin.pages_freed("allocator", "some", "others")
-    assert manager.ended == [("some", "others")]
+    assert manager.ended == [("allocator", "some", "others")]

@@ -32,6 +32,7 @@ from sglang.srt.server_args import ServerArgs
 
 from layerflow.connectors.common.interface import check_interface
 from layerflow.connectors.sglang import LayerflowLinker, engine, linker, plugin
+from layerflow.connectors.sglang.batch_saves import ALLOCATORS
 from layerflow.connectors.sglang.identity import _adapters
 from layerflow.connectors.sglang.layout import KV, MAMBA, SWA
 from layerflow.connectors.sglang.options import SglangOptions
@@ -243,17 +244,17 @@ def test_every_page_is_told_of_before_it_is_free(monkeypatch: pytest.MonkeyPatch
     """However SGLang frees it: by slots, by a row's segment, by numbers, at once or many together."""
     plugin.hook_backend()
     kind = TokenToKVPoolAllocator if page == 1 else PagedTokenToKVPoolAllocator
-    assert kind.__name__ in backend.ALLOCATORS
+    assert kind.__name__ in ALLOCATORS
     sizes = {"page_size": page} if page > 1 else {}
     allocator = kind(16 * page, dtype=torch.uint8, device="cpu", kvcache=None, need_sort=False, **sizes)
     told: list[int] = []
 
     class Manager:
-        def pages_freed(self, pages: Any) -> None:
+        def pages_freed(self, _: Any, pages: Any) -> None:
             free = set(allocator.free_pages.tolist())
             told.extend(each for numbers in pages for each in numbers.tolist() if each not in free)
 
-    monkeypatch.setattr(plugin, "_prefilling", [Manager()])
+    monkeypatch.setattr(plugin, "_watching", [Manager()])
     slots = allocator.alloc(6 * page)
     if grouped:
         allocator.free_group_begin()
@@ -277,11 +278,11 @@ def test_what_a_pass_leaves_is_saved_behind_its_own_stream(monkeypatch: pytest.M
     cache._agent, cache.rank, cache.layout = agent, Shard(), None  # type: ignore[assignment]
     schedule, forward = machine.Stream(), machine.Stream()
     args: Any = SimpleNamespace(enable_two_batch_overlap=False)
-    side = backend.prefill_side(cache, agent, None, forward if overlap else None, args)  # type: ignore[arg-type]
-    assert side.by_layer
+    saves = backend.prefill_saves(cache, forward if overlap else None, args, SglangOptions())
+    assert saves.by_layer
     with machine.stream(schedule):
         last = (forward if overlap else schedule).put(held=True)
-        event: Any = side.passed()
+        event: Any = saves.passed()
     machine.run()
     assert not event.query()
     last.held = False
@@ -290,8 +291,9 @@ def test_what_a_pass_leaves_is_saved_behind_its_own_stream(monkeypatch: pytest.M
 
 
 def test_two_batch_overlap_tells_of_no_layer() -> None:
-    cache: Any = SimpleNamespace(rank=Shard(), layout=None)
-    agent: Any = SimpleNamespace(record=None)
-    args: Any = SimpleNamespace(enable_two_batch_overlap=True)
-    assert not backend.prefill_side(cache, agent, None, None, args).by_layer  # type: ignore[arg-type]
+    cache = engine.EngineCache.__new__(engine.EngineCache)
+    cache._agent, cache.layout = SimpleNamespace(record=None), None  # type: ignore[assignment]
+    for overlap, wanted in ((True, True), (True, False), (False, False)):
+        args: Any = SimpleNamespace(enable_two_batch_overlap=overlap)
+        assert not backend.prefill_saves(cache, None, args, SglangOptions(save_by_layer=wanted)).by_layer
     assert "enable_two_batch_overlap" in ServerArgs.__struct_fields__

@@ -18,6 +18,7 @@ from sglang.srt.runtime_context import get_lora, get_parallel
 from layerflow.agent import Agent
 from layerflow.connectors.common.loaded import LoadedWeights
 from layerflow.connectors.common.weights import START_WAIT_S, Weights, WeightsReading
+from layerflow.connectors.sglang.batch_saves import BatchSaves
 from layerflow.connectors.sglang.identity import arithmetic_of, checkpoint_of, loaded_modules
 from layerflow.connectors.sglang.layout import KV, SWA, layout_of
 from layerflow.connectors.sglang.options import SglangOptions
@@ -137,6 +138,21 @@ class EngineCache:
             stream = both
         with device.stream(stream):
             return agent.record()
+
+    def batch_saves(self, stream: Any, *, by_layer: bool) -> BatchSaves:
+        """The saves of this process's batches; there is an agent.
+
+        :param stream: that forward passes run on; None = the scheduler's own. :param by_layer: see :class:`BatchSaves`.
+        """
+        agent = self._agent
+        assert agent is not None
+        return BatchSaves(
+            agent,
+            self.layout,
+            written=agent.record,
+            passed=lambda: self.event(stream, and_current=True),
+            by_layer=by_layer,
+        )
 
     def close(self) -> None:
         """Cut off what is under way, and hang up."""

@@ -22,8 +22,8 @@ ENVIRONMENT = "LAYERFLOW_SGLANG_OPTIONS"
 """The transfer backend's options, JSON: SGLang has no argument that reaches it."""
 
 _KEYS = (
-    "endpoint", "name", "load", "save", "model_content", "lookup_timeout_ms", "load_timeout_ms", "handoff_deadline_s",
-    ALLOW_UNKNOWN,
+    "endpoint", "name", "load", "save", "save_by_layer", "model_content", "lookup_timeout_ms", "load_timeout_ms",
+    "handoff_deadline_s", ALLOW_UNKNOWN,
 )  # fmt: skip
 
 
@@ -35,6 +35,7 @@ class SglangOptions:
     :param name: what this engine is called in status, logs and metrics; "" = model, host and port.
     :param load: look prompts up and load hits.
     :param save: store what is computed.
+    :param save_by_layer: while a batch computes, each layer behind its attention. Else all layers behind the pass.
     :param model_content: names the weights where they are not safetensors files; "" = digest of the checkpoint.
         ``@FILE`` = the name is what that file holds, at the start and after each flush that follows new weights.
     :param lookup_timeout_s: a server that has not answered a lookup after so long has nothing.
@@ -49,6 +50,7 @@ class SglangOptions:
     name: str = ""
     load: bool = True
     save: bool = True
+    save_by_layer: bool = True
     model_content: str = ""
     lookup_timeout_s: float = DEFAULT_LOOKUP_TIMEOUT_MS / 1e3
     load_timeout_s: float | None = None
@@ -86,6 +88,7 @@ def parse_options(extra: Mapping[str, Any], where: str = "linker_extra_config") 
         name=written.text("name"),
         load=written.switch("load", True),
         save=written.switch("save", True),
+        save_by_layer=written.switch("save_by_layer", True),
         model_content=written.text("model_content"),
         lookup_timeout_s=written.number("lookup_timeout_ms", DEFAULT_LOOKUP_TIMEOUT_MS, least=1, most=10_000) / 1e3,
         load_timeout_s=load_timeout,

@@ -7,9 +7,9 @@ it: by the linker, and by the backend's manager.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 
@@ -49,14 +49,14 @@ def hook_events() -> None:
 
 
 def hook_backend() -> None:
-    """Tell the backend's manager of the pools, of prompts, batches and layers, and of flushes."""
+    """Tell the backend's manager of the pools, of prompts, batches and layers, and of flushes.
+
+    Of batches it hears once it watches them.
+    """
     _hook(
         before=(
             ("disaggregation.prefill.PrefillBootstrapQueue.create_sender", attach_manager),
             ("disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue", attach_manager),
-            ("managers.scheduler.Scheduler.run_batch", batch_begins),
-            ("mem_cache.allocator.paged.PagedTokenToKVPoolAllocator._release_page_ids", pages_freed),
-            ("mem_cache.allocator.token.TokenToKVPoolAllocator.free", pages_freed),
         ),
         around=(
             (
@@ -69,6 +69,20 @@ def hook_backend() -> None:
             ("disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue", receiver_made),
             ("managers.schedule_batch.Req.build_rebootstrap_payload", tell_attempt),
             ("managers.scheduler.Scheduler.flush_cache", cache_emptied),
+        ),
+    )
+    hook_batches()
+
+
+def hook_batches() -> None:
+    """Tell whoever watches batches of their begin, their layers and their end, and of pages that SGLang frees."""
+    _hook(
+        before=(
+            ("managers.scheduler.Scheduler.run_batch", batch_begins),
+            ("mem_cache.allocator.paged.PagedTokenToKVPoolAllocator._release_page_ids", pages_freed),
+            ("mem_cache.allocator.token.TokenToKVPoolAllocator.free", pages_freed),
+        ),
+        after=(
             ("managers.scheduler.Scheduler.run_batch", batch_ends),
             ("layers.radix_attention.RadixAttention.forward", layer_done),
             ("layers.radix_linear_attention.RadixLinearAttention.forward", layer_done),
@@ -156,7 +170,6 @@ def _events_of(wrapper: Any) -> Any:
 
 BACKEND = "layerflow"
 _managers: list[Any] = []  #: this process's manager
-_prefilling: list[Any] = []  #: the same, where it prefills
 
 
 def _name_backend() -> None:
@@ -196,7 +209,7 @@ def attach_manager(queue: Any, *args: Any, **kwargs: Any) -> None:
         manager.attach(queue)
         _managers[:] = [manager]
         if manager.prefill is not None:
-            _prefilling[:] = [manager]
+            watch_batches(manager)
 
 
 def sender_made(made: bool, queue: Any, request: Any, *args: Any, **kwargs: Any) -> None:
@@ -222,32 +235,78 @@ def cache_emptied(succeeded: bool, *args: Any, **kwargs: Any) -> None:
             manager.emptied()
 
 
+def cached_prefix(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What prefill has cached of a prompt is saved with its first batch: SGLang need not send it ahead of that."""
+    return None if any(manager.prefill is not None for manager in _managers) else original(*args, **kwargs)
+
+
+# Batches, for the transfer backend of a prefill engine, or for the linker of an ordinary one.
+
+
+class BatchWatcher(Protocol):
+    """Hears of this process's batches, on its scheduler's thread."""
+
+    def begin_batch(self, batch: Any, loading: Collection[str]) -> None:
+        """A batch that computes prompts is about to run.
+
+        :param loading: ids of its requests that a cache linker loads some of.
+        """
+        ...
+
+    def layer_done(self, layer: int) -> None:
+        """A layer's new keys and values, or its state, are written.
+
+        :param layer: SGLang's number.
+        """
+        ...
+
+    def end_batch(self, batch: Any) -> None:
+        """A batch, of whatever kind, has run, or has been given to the device."""
+        ...
+
+    def pages_freed(self, allocator: Any, pages: Sequence[Any]) -> None:
+        """Pages are about to be given to other requests.
+
+        :param pages: tensors of page numbers, on the device.
+        """
+        ...
+
+
+_watching: list[BatchWatcher] = []  #: one at most
+
+
+def watch_batches(watcher: BatchWatcher) -> None:
+    """From here on this one hears of batches; see :func:`hook_batches`."""
+    _watching[:] = [watcher]
+
+
+def unwatch_batches(watcher: BatchWatcher) -> None:
+    """This one hears of none any more."""
+    if watcher in _watching:
+        _watching.remove(watcher)
+
+
 def batch_begins(scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
-    """A batch is about to run on a prefill engine."""
-    for manager in _prefilling:
+    """A batch is about to run."""
+    for watcher in _watching:
         if batch.forward_mode.is_extend():
             linker = getattr(scheduler.tree_cache, "linker", None)
-            manager.begin_batch(batch, getattr(linker, "inflight_load_rids", ()))
+            watcher.begin_batch(batch, getattr(linker, "inflight_load_rids", ()))
 
 
 def batch_ends(result: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
     """It has run, or has been given to the device."""
-    for manager in _prefilling:
-        manager.end_batch(batch)
+    for watcher in _watching:
+        watcher.end_batch(batch)
 
 
 def pages_freed(allocator: Any, *pages: Any) -> None:
     """Pages are about to be given to other requests."""
-    for manager in _prefilling:
-        manager.pages_freed(pages)
-
-
-def cached_prefix(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What prefill has cached of a prompt is saved with its first batch: SGLang need not send it ahead of that."""
-    return None if _prefilling else original(*args, **kwargs)
+    for watcher in _watching:
+        watcher.pages_freed(allocator, pages)
 
 
 def layer_done(result: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
     """A layer's new keys and values, or its state, are written."""
-    for manager in _prefilling:
-        manager.prefill.layer_done(layer.layer_id)
+    for watcher in _watching:
+        watcher.layer_done(layer.layer_id)

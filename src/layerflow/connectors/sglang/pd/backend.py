@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import structlog
-import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import (
     CommonKVBootstrapServer,
@@ -29,12 +28,13 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_hash_str, get_storage_hash_str
 from sglang.srt.utils.network import NetworkAddress
 
-from layerflow.agent import Agent
 from layerflow.agent.lookups import Lookups
 from layerflow.connectors.common.guard import attempt, tell
+from layerflow.connectors.sglang.batch_saves import ALLOCATORS, BatchSaves, frees_are_seen, layers_are_told
 from layerflow.connectors.sglang.engine import EngineCache
 from layerflow.connectors.sglang.layout import KV, MAMBA
-from layerflow.connectors.sglang.options import options_of_environment
+from layerflow.connectors.sglang.options import SglangOptions, options_of_environment
+from layerflow.connectors.sglang.pages import page_hashes, page_slots
 from layerflow.connectors.sglang.pd.attempts import asked_attempt, next_attempt
 from layerflow.connectors.sglang.pd.decoding import DecodeSide, Following, PromptProgress
 from layerflow.connectors.sglang.pd.first_tokens import FirstTokens
@@ -49,9 +49,6 @@ ROOM, ROW, FAILED, ABORT = b"LAYERFLOW_ROOM", b"LAYERFLOW_ROW", b"LAYERFLOW_FAIL
 
 GONE_S, MOST_GONE = 600.0, 1024
 """A prefill engine that has ended is not waited for, as one that starts is, for so long; so many of them."""
-
-ALLOCATORS = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator", "NPUPagedTokenToKVPoolAllocator")
-"""SGLang's allocators that give pages back through the functions that :mod:`.plugin` hooks."""
 
 REPLACED = "the weights were replaced, and SGLang's cache was not flushed since"
 
@@ -110,7 +107,8 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
         lookups.wait_connected(1.0)
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
             _check_allocator(scheduler.token_to_kv_pool_allocator)
-            self.prefill = prefill_side(cache, agent, lookups, stream, self.server_args)
+            saves = prefill_saves(cache, stream, self.server_args, options)
+            self.prefill = PrefillSide(agent, lookups, cache.layout, saves, leads=cache.rank.tp_rank == 0)
         else:
             self.decode = DecodeSide(
                 agent,
@@ -179,26 +177,25 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
         for room, reason in failed.items():
             self.tell_failure(room, reason)
 
-    def pages_freed(self, pages: Sequence[Any]) -> None:
+    def layer_done(self, layer: int) -> None:
+        """A layer's new keys and values, or its state, are written."""
+        assert self.prefill is not None
+        self.prefill.saves.layer_done(layer)
+
+    def pages_freed(self, allocator: Any, pages: Sequence[Any]) -> None:
         """SGLang gives pages to other requests.
 
         :param pages: tensors of page numbers, on the device.
         """
         assert self.prefill is not None
-        if not self.prefill.reads:  # else the numbers are fetched from the device, which the caller's stream waits for
-            return
-        page = self.kv_args.page_size
-        for numbers in pages:
-            starts = numbers.to("cpu", torch.int64).numpy() * page
-            self.prefill.let_go((starts[:, None] + np.arange(page)).reshape(-1))
+        self.prefill.let_go(pages)
 
     def _part(self, request: Any, sender: LayerflowSender, *, loads: bool) -> PromptPart:
         page, total = self.kv_args.page_size, len(request.origin_input_ids)
         end = min(int(request.extend_end), total)
         pages = -(-end // page) if end == total else end // page
-        row = self._request_pool.req_to_token[request.kv.req_pool_idx]
-        starts = row[: pages * page : page].to("cpu").numpy().astype(np.int64)
-        slots = {KV: (starts[:, None] + np.arange(page)).reshape(-1)}
+        (taken,) = page_slots(self._request_pool, [(request.kv.req_pool_idx, 0, pages)], page)
+        slots = {KV: taken}
         if end == total and request.kv.holds_mamba:
             slots[MAMBA] = _state_slot(self._request_pool, request.kv.req_pool_idx)
         return PromptPart(
@@ -479,23 +476,17 @@ class LayerflowBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]
     """SGLang's own."""
 
 
-def prefill_side(cache: EngineCache, agent: Agent, lookups: Lookups, stream: Any, server_args: Any) -> PrefillSide:
-    """:param stream: that forward passes run on; None = the scheduler's own."""
-    return PrefillSide(
-        agent,
-        lookups,
-        cache.layout,
-        leads=cache.rank.tp_rank == 0,
-        written=agent.record,
-        passed=lambda: cache.event(stream, and_current=True),
-        # With it each layer is called once for each half of the batch, and a hook does not know which it is.
-        by_layer=not server_args.enable_two_batch_overlap,
-    )
+def prefill_saves(cache: EngineCache, stream: Any, server_args: Any, options: SglangOptions) -> BatchSaves:
+    """The saves of a prefill engine's batches.
+
+    :param stream: that forward passes run on; None = the scheduler's own.
+    """
+    return cache.batch_saves(stream, by_layer=options.save_by_layer and layers_are_told(server_args))
 
 
 def _check_allocator(allocator: Any) -> None:
     """:raises Unsupported: its frees are not seen, see :func:`.plugin.pages_freed`."""
-    if type(allocator).__name__ not in ALLOCATORS:
+    if not frees_are_seen(allocator):
         raise Unsupported(
             f"SGLang frees this model's pages by a {type(allocator).__name__}, which layerflow does not know (it knows "
             f"{', '.join(ALLOCATORS)}); run prefill without KV sharding, hierarchical sparse pools and unified memory"
@@ -516,11 +507,9 @@ def prompt_hashes(request: Any, page: int) -> list[str]:
     tokens = request.origin_input_ids
     if getattr(request, "pd_rebootstrap_in_progress", False):
         tokens = array("q", [*tokens, *request.output_ids])
-    whole = len(tokens) // page * page
-    key = RadixKey(tokens[:whole], extra, cache_salt=salt)
-    hashes = list(get_storage_hash_str(key, None, page_size=page)) if whole else []
-    if whole < len(tokens):
-        rest = RadixKey(tokens[whole:], extra, cache_salt=salt)
+    hashes = page_hashes(tokens, page, extra_key=extra, cache_salt=salt)
+    if left := tokens[len(hashes) * page :]:
+        rest = RadixKey(left, extra, cache_salt=salt)
         hashes.append(get_hash_str(rest, hashes[-1]) if hashes else get_storage_hash_str(rest, None))
     return hashes
 

@@ -13,8 +13,9 @@ import structlog
 
 from layerflow.agent.step.step import NoStep, Step
 from layerflow.agent.values import Follow, StepRequest
+from layerflow.connectors.sglang.batch_saves import DRAIN_S
 from layerflow.connectors.sglang.layout import PoolLayout
-from layerflow.connectors.sglang.pd.prefilling import DRAIN_S, handoff_name
+from layerflow.connectors.sglang.pd.prefilling import handoff_name
 
 if TYPE_CHECKING:
     from layerflow.agent import Agent

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import structlog
 
-from layerflow.agent.step.step import NoStep, Step
 from layerflow.agent.values import StepRequest
 from layerflow.connectors.common.guard import tell
-from layerflow.connectors.sglang.layout import KV, PoolLayout
+from layerflow.connectors.sglang.batch_saves import DRAIN_S, BatchSaves
+from layerflow.connectors.sglang.layout import PoolLayout
 
 if TYPE_CHECKING:
     from layerflow.agent import Agent
     from layerflow.agent.client import HandoffInquiry
     from layerflow.agent.lookups import Lookups
     from layerflow.keys import HashedChain
-
-DRAIN_S = 1.0
-"""How long a request that is given up waits for batches that still read its slots; then its saves are cut off."""
 
 TURN_S = 2e-3
 """How long it waits at once: a batch ends with one request's slots before it ends with the others'."""
@@ -92,32 +89,24 @@ class PrefillSide:
     """Of one worker, on its scheduler's thread.
 
     :param lookups: of the same engine. One rank opens and ends hand-offs; what the others save belongs to them too.
+    :param saves: of this worker's batches.
     :param leads: this is that rank.
-    :param written: makes an event behind what the calling thread has enqueued: a layer's hook runs with the pass's own
-        stream as the current one. None on the cpu.
-    :param passed: makes an event behind all that the forward pass has been given, whose stream is not the scheduler's
-        where SGLang overlaps them.
-    :param by_layer: the hook on a layer tells when all of it is written. Else it is known at the batch's end only.
 
-    :ivar _steps: the running batch's. :ivar _held: those among them, by room, that publish nothing before it has ended.
+    :ivar _loading: rooms of the running batch of which it loads some.
     """
 
     agent: Agent
     lookups: Lookups
     layout: PoolLayout
+    saves: BatchSaves
     leads: bool
-    written: Callable[[], object]
-    passed: Callable[[], object]
-    by_layer: bool = True
     _prompts: dict[int, _Prompt] = field(default_factory=dict)
-    _steps: list[Step | NoStep] = field(default_factory=list)
-    _held: dict[int, Step] = field(default_factory=dict)
-    _seen: set[int] = field(default_factory=set)
+    _loading: set[int] = field(default_factory=set)
 
     def begin(self, parts: Sequence[PromptPart]) -> None:
         """A batch is about to run."""
-        self.end_batch(dict.fromkeys(self._held, "its batch was not ended"))
-        requests, loading = [], {}
+        self.end_batch(dict.fromkeys(self._loading, "its batch was not ended"))
+        requests, held = [], []
         for part in parts:
             prompt = self._prompt(part)
             if part.end <= prompt.saved or prompt.over:
@@ -133,14 +122,12 @@ class PrefillSide:
             request = StepRequest(part.name, prompt.chain, tables, save=(prompt.saved * page, part.end * page))
             prompt.saved = part.end
             if part.loads:
-                loading[part.room] = request
+                self._loading.add(part.room)
+                held.append(request)
             else:
                 requests.append(request)
         try:
-            if requests:
-                self._steps.append(self.agent.open_step(requests))
-            for room, request in loading.items():
-                self._hold(room, request)
+            self.saves.begin(requests, held)
         except Exception as error:  # noqa: BLE001 - told; decode is told by the hand-off's end
             tell("run_batch", None, error)
             for part in parts:
@@ -157,42 +144,13 @@ class PrefillSide:
         self._check_server(part.room, prompt)
         return prompt
 
-    def _hold(self, room: int, request: StepRequest) -> None:
-        """Save a prompt of which the batch loads some: in a step of its own, for its load alone decides about it."""
-        step = self.agent.open_step([request])
-        self._steps.append(step)
-        if isinstance(step, Step):
-            step.hold_saves()
-            self._held[room] = step
-
-    def layer_done(self, layer: int) -> None:
-        """The batch has written a layer's new keys and values.
-
-        :param layer: SGLang's number.
-        """
-        own = self.layout.layers.get(layer)
-        if self.by_layer and self._steps and own is not None and own not in self._seen:
-            self._seen.add(own)
-            event = self.written()
-            for step in self._steps:
-                step.layer_done(own, event)
-
     def end_batch(self, failed: Mapping[int, str] = NONE_FAILED) -> None:
-        """The batch has run, or has been given to the device. Layers that no hook has told of are saved now.
+        """The batch has run, or has been given to the device.
 
         :param failed: rooms whose loads have failed on some rank, and why: what was computed on them is given up.
         """
-        steps, self._steps = self._steps, []
-        left = [own for own in range(self.agent.spec.num_layers) if own not in self._seen]
-        event = self.passed() if steps and left else None
-        for step in steps:
-            for own in left:
-                step.layer_done(own, event)
-            step.close()
-        self._seen.clear()
-        held, self._held = self._held, {}
-        for room, step in held.items():
-            self.agent.release_saves(step, sound=room not in failed)
+        self.saves.end({prompt.name for room in failed if (prompt := self._prompts.get(room)) is not None})
+        self._loading.clear()
         for room, reason in failed.items():
             self.give_up(room, reason, sound=False)
         self._take_ended()
@@ -256,22 +214,12 @@ class PrefillSide:
             cut = self.agent.reclaim(prompt.blocks, 0.0)
             log.warning("handoff_cut", handoff=name, steps=cut)
 
-    @property
-    def reads(self) -> bool:
-        """May a save read any slot now?"""
-        return self.agent.statistics().open_steps > 0
+    def let_go(self, pages: Sequence[Any]) -> None:
+        """SGLang gives pages to other requests: when this returns no save reads them; see :meth:`.BatchSaves.let_go`.
 
-    def let_go(self, slots: np.ndarray) -> None:
-        """SGLang gives these slots to other requests: when this returns no save reads them.
-
-        Two requests may compute the same pages in one batch. SGLang keeps the first one's and frees the other's at
-        once, while that request's save may be reading them. A save that does not end in :data:`DRAIN_S` is cut off.
-
-        :param slots: int64, whole pages.
+        :param pages: tensors of page numbers, on the device.
         """
-        tables = self.layout.tables(len(slots) // self.layout.spec.chunk_tokens, {KV: slots})
-        cut = self.agent.reclaim(self.layout.blocks(tables), DRAIN_S)
-        if cut:
+        if cut := self.saves.let_go(pages):
             log.warning("handoff_cut", handoff="", steps=cut)
 
     def forget(self, room: int) -> None:

@@ -1,0 +1,64 @@
+"""A request's pages: their hashes as SGLang's stores have them, and their slots in the pool of full attention."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+
+def page_hashes(
+    tokens: array[int], page: int, *, extra_key: str | None, cache_salt: str | None, prior: str | None = None
+) -> list[str]:
+    """Of the leading whole pages.
+
+    :param prior: hash of the page before them; None = they are a prompt's first.
+    """
+    whole = len(tokens) // page * page
+    if not whole:
+        return []
+    return list(get_storage_hash_str(RadixKey(tokens[:whole], extra_key, cache_salt=cache_salt), prior, page_size=page))
+
+
+def page_slots(pool: Any, spans: Sequence[tuple[int, int, int]], page: int) -> list[np.ndarray]:
+    """Slots of requests' pages, int64, fetched from the device in one go.
+
+    :param pool: SGLang's request pool.
+    :param spans: of each request: its row, its first page, and the end of its pages, the last of which may be a part
+        of one.
+    """
+    rows = [pool.req_to_token[row, first * page : end * page : page] for row, first, end in spans]
+    starts = torch.cat(rows).to("cpu", torch.int64).numpy()
+    slots = (starts[:, None] + np.arange(page)).reshape(-1)
+    ends = np.cumsum([(end - first) * page for _, first, end in spans])
+    return np.split(slots, ends[:-1])
+
+
+class PageHashes:
+    """Page hashes of requests that are computed in several batches: each page is hashed once.
+
+    What a request has generated may be generated anew, so only pages of its prompt are remembered.
+    """
+
+    def __init__(self, page: int) -> None:
+        self._page = page
+        self._known: WeakKeyDictionary[Any, list[str]] = WeakKeyDictionary()
+
+    def of(self, request: Any, first: int, end: int) -> list[str]:
+        """Of its pages `first` to `end`, as the radix cache's nodes have them."""
+        known, page = self._known.get(request, []), self._page
+        known = known + page_hashes(
+            request.full_untruncated_fill_ids[len(known) * page : end * page],
+            page,
+            extra_key=request.extra_key,
+            cache_salt=request.cache_salt,
+            prior=known[-1] if known else None,
+        )
+        self._known[request] = known[: len(request.origin_input_ids) // page]
+        return known[first:end]
