@@ -13,9 +13,11 @@ import torch
 from e2e.known import LOOKUP_S, PATIENCE_S, POISON, eventually
 
 from layerflow.agent import Agent
+from layerflow.connectors.sglang.batch_saves import BatchSaves
 from layerflow.connectors.sglang.breaker import LoadBreaker
 from layerflow.connectors.sglang.layout import KV, MAMBA, SWA, PoolLayout, layout_of
 from layerflow.connectors.sglang.loads import Loads
+from layerflow.connectors.sglang.page_saves import PageSaves
 from layerflow.connectors.sglang.saves import Saves
 from layerflow.server import EmbeddedServer
 from layerflow.spec import Shard
@@ -123,7 +125,9 @@ class PoolWorker:
         )
         self.breaker = LoadBreaker()
         self.loads = Loads(self.agent, self.layout, after=self.agent.record, timeout_s=timeout_s, breaker=self.breaker)
-        self.saves = Saves(self.agent, self.layout, written=self.agent.record)
+        self.batches = BatchSaves(self.agent, self.layout, written=self.agent.record, passed=self.agent.record)
+        self.pages = PageSaves(self.agent, self.layout, self.batches)
+        self.saves = Saves(self.agent, self.layout, self.pages, written=self.agent.record)
         self._random = np.random.default_rng(rank)
 
     def __enter__(self) -> PoolWorker:

@@ -18,7 +18,9 @@ from sglang_fakes import PAGE, PoolWorker, crawl, layout, page_hashes
 from layerflow.agent.step.step import NO_STEP
 from layerflow.agent.values import Ended
 from layerflow.connectors.sglang import saves as module
+from layerflow.connectors.sglang.batch_saves import BatchSaves
 from layerflow.connectors.sglang.layout import KV
+from layerflow.connectors.sglang.page_saves import PageSaves
 from layerflow.connectors.sglang.saves import Saves
 from layerflow.keys import HashedChain
 from layerflow.server import EmbeddedServer
@@ -82,6 +84,12 @@ class HandMadeStep:
         self._done.append(layer)
 
 
+def saves_of(agent: Any) -> Saves:
+    shape = layout("mha")
+    batches = BatchSaves(agent, shape, written=lambda: None, passed=lambda: None)
+    return Saves(agent, shape, PageSaves(agent, shape, batches), written=lambda: None)
+
+
 SLOTS = {KV: np.arange(2 * PAGE)}
 BEGUN, REFUSED, RAISING = "begun", "refused", "raising"
 
@@ -97,7 +105,7 @@ BEGUN, REFUSED, RAISING = "begun", "refused", "raising"
 def test_saves_are_told_in_their_order_whichever_ends_first(moves: list[Any]) -> None:
     """A model beside it: what has begun, and how each has ended; None = it has not."""
     agent = HandMadeAgent()
-    saves = Saves(agent, layout("mha"), written=lambda: None)  # type: ignore[arg-type]
+    saves = saves_of(agent)
     waiting: deque[tuple[str, bool | None]] = deque()
     for move in moves:
         if move in (BEGUN, REFUSED, RAISING):
@@ -121,7 +129,7 @@ def test_saves_are_told_in_their_order_whichever_ends_first(moves: list[Any]) ->
 
 def test_every_layer_of_a_node_leaves_with_it() -> None:
     agent = HandMadeAgent()
-    saves = Saves(agent, layout("mha"), written=lambda: None)  # type: ignore[arg-type]
+    saves = saves_of(agent)
     saves.begin(["a", "b"], SLOTS, allowed=True)
     assert list(agent.layers.values()) == [[0, 1, 2]]
 
@@ -188,7 +196,7 @@ def test_a_node_without_room_is_not_stored(embed: Embed, workers: Workers) -> No
 def test_while_the_server_is_silent_nodes_fail_at_once() -> None:
     agent = HandMadeAgent()
     agent.silent = True
-    saves = Saves(agent, layout("mha"), written=lambda: None)  # type: ignore[arg-type]
+    saves = saves_of(agent)
     saves.begin(["a", "b"], SLOTS, allowed=True)
     assert saves.ended() == 1
     assert not saves.take()

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from e2e.fork_server import fork_server
 from forked import serve
@@ -62,7 +62,7 @@ class Shape:
     :param model: folder of :data:`MODELS`.
     :param page: 1 = hybrid models, which SGLang's only strategy for CPUs keeps at single tokens.
     :param overlap: SGLang prepares a batch while the one before it computes.
-    :param watched: its linker writes down what it waits for, see :mod:`watched`.
+    :param watched: its linker writes down what it waits for and saves, see :mod:`watched`.
     :param extra: further keys and values of ``linker_extra_config``.
     :param linker: it has layerflow's linker.
     :param flags: further arguments of the command line.
@@ -118,6 +118,19 @@ class Answer:
     def served(self) -> bool:
         """Does the client take it for a whole answer?"""
         return self.status == 200 and self.reason != "abort"
+
+
+class Noted(NamedTuple):
+    """A line of a watched linker, see :mod:`watched`.
+
+    :param step: its number. :param figure: what the kind is about: seconds, or bytes.
+    :param at: of :func:`time.monotonic`.
+    """
+
+    layer: int
+    step: int
+    figure: float
+    at: float
 
 
 @dataclass(slots=True)
@@ -196,7 +209,12 @@ class Engine:
     @property
     def watch(self) -> Path:
         """Where a watched linker writes."""
-        return self.log.with_suffix(".waits")
+        return self.log.with_suffix(".watched")
+
+    def noted(self, kind: str) -> list[Noted]:
+        """What a watched linker has written down of a kind."""
+        lines = (json.loads(line) for line in self.watch.read_text().splitlines())
+        return [Noted(*line[1:]) for line in lines if line[0] == kind]
 
     @property
     def _layers(self) -> Path:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import EXPECTED, LOAD_TIMEOUT_S, Answer, Engine
+from engines import EXPECTED, LOAD_TIMEOUT_S, Answer, Engine, EngineFailed
 from models import PROMPT
 from servers import SLOW, A, B, Servers, assert_never_wrong, is_loading, pages, prompt
 
@@ -50,6 +50,7 @@ def test_the_server_fails_while_it_fetches(fault: str, servers: Servers, tmp_pat
     on_disk = SLOW | {"pool__disk__path": tmp_path / "pool", "pool__disk__capacity": "1GiB"}
     servers.stop_serving()
     servers.serve(**on_disk)
+    servers.until(writes)
     a, b = servers.start(A, B)
     asked = prompt(1000)
     wanted = servers.store(a, asked).tokens
@@ -72,6 +73,7 @@ def test_one_of_two_loads_fails(servers: Servers, tmp_path: Path) -> None:
     disk = {"pool__disk__path": tmp_path / "pool", "pool__disk__capacity": "1GiB"}
     servers.stop_serving()
     servers.serve(**disk)
+    servers.until(writes)
     a, b = servers.start(A, B)
     asked, beside = prompt(1000), prompt(800)
     wanted = servers.store(a, asked).tokens
@@ -133,6 +135,7 @@ def test_fifty_faults_at_random_moments(servers: Servers, tmp_path: Path) -> Non
     on_disk = SLOW | {"pool__disk__path": tmp_path / "pool", "pool__disk__capacity": "2GiB"}
     servers.stop_serving()
     servers.serve(**on_disk)
+    servers.until(writes)
     a, b = servers.start(A, B)
     source, kinds, took = random.Random(5), Counter[str](), list[float]()
     for number in range(50):
@@ -179,12 +182,13 @@ def test_an_engine_is_killed_while_it_saves(slow_pair: list[Engine], servers: Se
     servers.stop_serving()
     servers.serve(**SLOW)
     servers.attached(a, b)
-    a.generate(asked)
+    answer = a.begin_generate(asked, n=200)
     servers.until(lambda status: status["pool"]["half_written"] > 0)
     a.kill()
+    with pytest.raises(EngineFailed):
+        answer.result()
     servers.until(lambda status: not status["flow"]["steps"] and not status["pool"]["pinned"])
-    answer = b.generate(asked)
-    assert answer.tokens == wanted
+    assert b.generate(asked).tokens == wanted
     a, b = servers.start(A, B)
     servers.loads_again(a, b)
 
@@ -202,6 +206,11 @@ def ask_over(fault: str, engine: Engine, asked: list[int], servers: Servers, *, 
         answer = engine.generate(asked)
     assert answer.took_s < PATIENCE_S
     return answer
+
+
+def writes(status: dict[str, Any]) -> bool:
+    """Is the disk there? What is saved before is not written to it."""
+    return bool(status["tier"]["up"])
 
 
 def is_written(status: dict[str, Any]) -> bool:

@@ -10,6 +10,7 @@ from array import array
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import sglang
@@ -20,7 +21,9 @@ from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVRecei
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_swa_memory_pool import BaseSWAKVPool
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -32,7 +35,7 @@ from sglang.srt.server_args import ServerArgs
 
 from layerflow.connectors.common.interface import check_interface
 from layerflow.connectors.sglang import LayerflowLinker, engine, linker, plugin
-from layerflow.connectors.sglang.batch_saves import ALLOCATORS
+from layerflow.connectors.sglang.batch_saves import ALLOCATORS, frees_are_seen, full_attention_allocator
 from layerflow.connectors.sglang.identity import _adapters
 from layerflow.connectors.sglang.layout import KV, MAMBA, SWA
 from layerflow.connectors.sglang.options import SglangOptions
@@ -265,6 +268,37 @@ def test_every_page_is_told_of_before_it_is_free(monkeypatch: pytest.MonkeyPatch
         allocator.free_group_end()
     assert set(told) == set((slots // page).tolist())
     assert allocator.available_size() == 16 * page
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_with_sliding_windows_the_pages_of_full_attention_are_told_of(
+    monkeypatch: pytest.MonkeyPatch, grouped: bool
+) -> None:
+    plugin.hook_batches()
+    kvcache = Mock(spec=BaseSWAKVPool, swa_req_ring_size=None)
+    allocator = SWATokenToKVPoolAllocator(16, 8, 1, dtype=torch.uint8, device="cpu", kvcache=kvcache, need_sort=False)
+    full = full_attention_allocator(allocator)
+    assert full is not allocator and frees_are_seen(full) and not frees_are_seen(allocator)
+    told: list[int] = []
+
+    class Watcher:
+        def pages_freed(self, given: Any, pages: Any) -> None:
+            if given is full:
+                free = set(full.free_pages.tolist())
+                told.extend(each for numbers in pages for each in numbers.tolist() if each not in free)
+
+    monkeypatch.setattr(plugin, "_watching", [Watcher()])
+    slots = allocator.alloc(6)
+    if grouped:
+        allocator.free_group_begin()
+    allocator.free(slots[:2])
+    allocator.free_segment(slots[2:4], start_pos=2)
+    allocator.free_swa_segment(slots[4:], start_pos=4)
+    allocator.free_full_segment(slots[4:], start_pos=4)
+    if grouped:
+        allocator.free_group_end()
+    assert set(told) == set(slots.tolist())
+    assert full.available_size() == 16
 
 
 @pytest.mark.parametrize("overlap", [False, True])

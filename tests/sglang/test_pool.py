@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 from engines import EXPECTED, Engine
 from models import PROMPT
 from servers import Servers, pages, prompt
@@ -75,6 +73,6 @@ def test_each_layer_is_waited_for_once(pair: list[Engine], servers: Servers) -> 
     servers.store(a, asked)
     b.watch.write_text("")
     assert b.generate(asked).host
-    waits = [json.loads(line) for line in b.watch.read_text().splitlines()]
-    assert len({step for step, _, _ in waits}) == 1
-    assert [layer for _, layer, _ in waits] == [0, 1, 2, 3]
+    waits = b.noted("wait")
+    assert len({wait.step for wait in waits}) == 1
+    assert [wait.layer for wait in waits] == [0, 1, 2, 3]

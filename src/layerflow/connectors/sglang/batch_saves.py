@@ -26,6 +26,11 @@ ALLOCATORS = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator", "NPUPaged
 """SGLang's allocators that give pages back through the functions that :mod:`.plugin` hooks."""
 
 
+def full_attention_allocator(allocator: Any) -> Any:
+    """Who gives the pages of full attention: with sliding windows an allocator of SGLang's has one for each."""
+    return getattr(allocator, "full_attn_allocator", allocator)
+
+
 def frees_are_seen(allocator: Any) -> bool:
     """Are its pages given back through the functions that :mod:`.plugin` hooks?"""
     return type(allocator).__name__ in ALLOCATORS

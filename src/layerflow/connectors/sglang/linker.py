@@ -2,14 +2,15 @@
 
 To follow a request: SGLang matches it (:meth:`LayerflowLinker.lookup`), admits it and gives it slots of its own
 (``load``), makes a batch (``start_layer_wise_loading``), and its pools wait for each layer as attention reads it
-(:class:`LayerWaits`). After the pass ``finish_layer_wise_loading`` says whether all of it was in place. What has been
-computed comes by ``offload``, node by node, and is told by ``num_completed_offloads``.
+(:class:`LayerWaits`). After the pass ``finish_layer_wise_loading`` says whether all of it was in place. Pages that the
+batch makes whole are saved layer by layer (``begin_batch``, ``layer_done``, ``end_batch``). Later they come by
+``offload``, node by node: what is not stored by then is saved, and ``num_completed_offloads`` tells when it is.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,14 +21,28 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 from sglang.srt.runtime_context import get_disagg, get_observability
 
 from layerflow.agent.control import Control
-from layerflow.connectors.common.guard import attempt, guarded
+from layerflow.connectors.common.guard import attempt, guarded, nothing
+from layerflow.connectors.sglang.batch_saves import (
+    BatchSaves,
+    frees_are_seen,
+    full_attention_allocator,
+    layers_are_told,
+)
 from layerflow.connectors.sglang.breaker import LoadBreaker
 from layerflow.connectors.sglang.engine import EngineCache
 from layerflow.connectors.sglang.events import PoolEvents, pool_events
 from layerflow.connectors.sglang.layout import KV, MAMBA, SWA
 from layerflow.connectors.sglang.loads import Loads
 from layerflow.connectors.sglang.options import parse_options
-from layerflow.connectors.sglang.plugin import hook_events, hook_linker
+from layerflow.connectors.sglang.page_saves import PageSaves
+from layerflow.connectors.sglang.pages import BatchPages
+from layerflow.connectors.sglang.plugin import (
+    hook_batches,
+    hook_events,
+    hook_linker,
+    unwatch_batches,
+    watch_batches,
+)
 from layerflow.connectors.sglang.saves import Saves
 from layerflow.errors import Unsupported
 
@@ -67,11 +82,15 @@ def _nothing() -> list[int]:
     return []
 
 
+_FENCES = ("finish_layer_wise_loading", "pages_freed")
+"""Calls behind which SGLang takes it that nothing touches some slots any more."""
+
+
 class _Ready:
     """What works with the agent, once there is one."""
 
-    def __init__(self, loads: Loads, saves: Saves) -> None:
-        self.loads, self.saves = loads, saves
+    def __init__(self, loads: Loads, saves: Saves, batches: BatchSaves, pages: PageSaves) -> None:
+        self.loads, self.saves, self.batches, self.pages = loads, saves, batches, pages
 
 
 class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
@@ -96,7 +115,8 @@ class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
             )
         hook_linker()
         self.forward_stream = forward_stream
-        kvcache = params.token_to_kv_pool_allocator.get_kvcache()
+        allocator = params.token_to_kv_pool_allocator
+        kvcache = allocator.get_kvcache()
         states = params.req_to_token_pool if MAMBA in {_component(each) for each in components} else None
         _check_page(params.page_size, states is not None)
         self._cache = EngineCache(
@@ -109,6 +129,8 @@ class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
         )
         layout = self._cache.layout
         self._translate = getattr(params.req_to_token_pool, "translate_mamba_indices", None)
+        self._pages = BatchPages(params.req_to_token_pool, params.page_size)
+        self._allocator = full_attention_allocator(allocator)
         self._breaker = LoadBreaker()
         self._attached: _Ready | None = None
         self._early = 0  #: nodes that came before the agent: failed saves, not taken yet, ahead of all others
@@ -121,13 +143,16 @@ class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self.events = pool_events(params, get_observability().kv_events_config, whole)
         if self.events is not None:
             hook_events()
+        if self._saves_by_layer(server_args):
+            hook_batches()
+            watch_batches(self)
         self._ready()
 
     def hook_failed(self, hook: str, subject: Any) -> None:
         """A call has raised: what it was about is computed, fails or is not stored. No load writes on behind it."""
         agent = self._cache.agent()
-        if hook == "finish_layer_wise_loading" and agent is not None:
-            agent.revoke("its batch could not be ended")
+        if hook in _FENCES and agent is not None:
+            agent.revoke(f"{hook} has failed, behind which nothing may touch these slots")
 
     @guarded(_nothing)
     def lookup(self, rid: str, transfers: Any) -> list[int]:
@@ -199,8 +224,43 @@ class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._cache.rename()
         self._announce()
 
+    @guarded(nothing)
+    def begin_batch(self, batch: Any, loading: Collection[str]) -> None:
+        """A batch that computes prompts is about to run: the pages that it makes whole are saved as it goes.
+
+        :param loading: ids of its requests of which it loads some.
+        """
+        ready = self._ready()
+        if ready is not None and not self._are_replaced():
+            ready.pages.begin(self._pages.computed(batch, loading))
+
+    def layer_done(self, layer: int) -> None:
+        """The running batch has written a layer's new keys and values, or its state."""
+        ready = self._attached
+        if ready is not None and ready.batches.running:  # in a decode step that is all
+            attempt(lambda: ready.batches.layer_done(layer), "layer_done")
+
+    @guarded(nothing)
+    def end_batch(self, batch: Any) -> None:
+        """It has run, or has been given to the device. SGLang has marked the requests whose loads have failed, the same
+        ones on every rank.
+        """
+        ready = self._attached
+        if ready is not None and ready.batches.running:
+            ready.pages.end({each.rid for each in batch.reqs if each.discard_output_reason is not None})
+
+    @guarded(nothing)
+    def pages_freed(self, allocator: Any, pages: Sequence[Any]) -> None:
+        """SGLang gives pages to other requests: no save reads them any more when this returns.
+
+        :param allocator: whose pages they are. Of a window's nothing is saved before its node.
+        """
+        if allocator is self._allocator and self._attached is not None:
+            self._attached.batches.let_go(pages)
+
     def close(self) -> None:
         """Cut off what is under way, and hang up."""
+        unwatch_batches(self)
         attempt(self.reset, "close")
         if self.events is not None:
             self.events.close()
@@ -230,7 +290,10 @@ class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 breaker=self._breaker,
             )
             self.layer_done_counter.loads = loads
-            self._attached = _Ready(loads, Saves(agent, layout, written=lambda: cache.event(stream)))
+            batches = cache.batch_saves(stream, by_layer=True)
+            pages = PageSaves(agent, layout, batches)
+            saves = Saves(agent, layout, pages, written=lambda: cache.event(stream))
+            self._attached = _Ready(loads, saves, batches, pages)
             self._announce()
             log.info(
                 "linker_ready", engine=cache.name, attached=agent.attached, page_tokens=agent.spec.chunk_tokens,
@@ -251,6 +314,21 @@ class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self.events is not None and agent is not None:
             connect = functools.partial(Control, self.options.endpoint, self._cache.engine, name=self._cache.name)
             self.events.begin(agent.spec, connect)
+
+    def _saves_by_layer(self, server_args: Any) -> bool:
+        """Are pages saved before SGLang makes nodes of them?"""
+        if not (self.options.save and self.options.save_by_layer):
+            return False
+        if server_args.disaggregation_mode != "null":  # prefill saves them for its hand-offs; decode computes none
+            return False
+        reason = ""
+        if not frees_are_seen(self._allocator):
+            reason = f"it is not known when a {type(self._allocator).__name__} frees pages"
+        elif not layers_are_told(server_args):
+            reason = "with --enable-two-batch-overlap it is not known when a layer is written"
+        if reason:
+            log.info("saves_by_node", reason=reason)
+        return not reason
 
     def _slots(self, transfers: Any) -> dict[str, np.ndarray]:
         """int64 slots by pool."""

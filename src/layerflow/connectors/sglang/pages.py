@@ -1,9 +1,9 @@
-"""A request's pages: their hashes as SGLang's stores have them, and their slots in the pool of full attention."""
+"""Pages of SGLang's requests: their hashes as its stores have them, their slots, and which a batch makes whole."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,6 +11,11 @@ import numpy as np
 import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+from layerflow.connectors.sglang.page_saves import ComputedPages
+
+PROMPT_MODES = ("EXTEND", "MIXED")
+"""SGLang's forward modes whose pages are final: verifying drafts and diffusion write some several times."""
 
 
 def page_hashes(
@@ -40,7 +45,7 @@ def page_slots(pool: Any, spans: Sequence[tuple[int, int, int]], page: int) -> l
     return np.split(slots, ends[:-1])
 
 
-class PageHashes:
+class PromptHashes:
     """Page hashes of requests that are computed in several batches: each page is hashed once.
 
     What a request has generated may be generated anew, so only pages of its prompt are remembered.
@@ -62,3 +67,42 @@ class PageHashes:
         )
         self._known[request] = known[: len(request.origin_input_ids) // page]
         return known[first:end]
+
+
+class BatchPages:
+    """What batches make whole, the same on every rank.
+
+    :param pool: SGLang's request pool.
+    """
+
+    def __init__(self, pool: Any, page: int) -> None:
+        self._pool = pool
+        self._page = page
+        self._hashes = PromptHashes(page)
+
+    def computed(self, batch: Any, loading: Collection[str]) -> Iterator[ComputedPages]:
+        """Tell the pages of a batch's requests that are whole once it has run.
+
+        Not of those that only decode: the token that one of them computes with may still be on the device, so the hash
+        of its page is not known.
+
+        :param batch: SGLang's. :param loading: ids of its requests of which it loads some.
+        """
+        if batch.forward_mode.name not in PROMPT_MODES:
+            return
+        decoding = {id(each) for each in batch.decoding_reqs or ()}
+        requests, spans = [], []
+        for request, start, count in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=False):
+            first, end = start // self._page, (start + count) // self._page
+            if first < end and id(request) not in decoding and not _stays_out(request):
+                requests.append(request)
+                spans.append((request.kv.req_pool_idx, first, end))
+        slots = page_slots(self._pool, spans, self._page) if spans else []
+        for request, (_, first, end), taken in zip(requests, spans, slots, strict=True):
+            hashes = self._hashes.of(request, first, end)
+            yield ComputedPages(request.rid, hashes, taken, loads=request.rid in loading)
+
+
+def _stays_out(request: Any) -> bool:
+    """Does what a request computes never come into the radix cache under its tokens' keys?"""
+    return request.skip_radix_cache_insert or (request.session is not None and request.session.streaming)
