@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import secrets
-import signal
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -117,7 +115,7 @@ def test_a_server_that_is_lost_fails_requests_with_a_reason_until_it_is_back(lla
     whole = llama.generate(prompt(40, 3000))
     llama.prefill.flush()
     _, second = llama.begin(prompt(40, 3000))
-    os.kill(servers.server.process.pid, signal.SIGKILL)
+    servers.server.kill()
     answer = second.result()
     assert answer.tokens == whole.tokens if answer.served else "layerflow" in answer.error, answer
     servers.serve()

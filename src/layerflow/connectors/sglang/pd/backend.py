@@ -50,6 +50,10 @@ ROOM, ROW, FAILED, ABORT = b"LAYERFLOW_ROOM", b"LAYERFLOW_ROW", b"LAYERFLOW_FAIL
 GONE_S, MOST_GONE = 600.0, 1024
 """A prefill engine that has ended is not waited for, as one that starts is, for so long; so many of them."""
 
+OPEN_S = 0.5
+"""A server that has not said after so long whether it keeps a prompt for its reader is away, and the request fails.
+Nobody waits for that answer: prefill computes meanwhile."""
+
 REPLACED = "the weights were replaced, and SGLang's cache was not flushed since"
 
 log = structlog.get_logger("layerflow.sglang")
@@ -103,7 +107,8 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
         if agent is None:
             raise Unsupported("the weights' digest is not known in time; set model_content in LAYERFLOW_SGLANG_OPTIONS")
         stream = getattr(runner, "forward_stream", None)
-        lookups = Lookups(options.endpoint, cache.engine, agent.spec, name=cache.name)
+        patience_s = max(OPEN_S, options.lookup_timeout_s)
+        lookups = Lookups(options.endpoint, cache.engine, agent.spec, name=cache.name, timeout_s=patience_s)
         lookups.wait_connected(1.0)
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
             _check_allocator(scheduler.token_to_kv_pool_allocator)
