@@ -61,9 +61,13 @@ def local_endpoint(value: str) -> str:
 def expanded(value: Any) -> Any:
     """A path with the home directory that its ``~`` or ``~user`` stands for; anything else as it is.
 
-    :raises ValueError: there is no such user.
+    :raises ValueError: there is no such user, or a byte 0 in the path.
     """
-    if not isinstance(value, str) or not value.startswith("~"):
+    if not isinstance(value, str):
+        return value
+    if "\0" in value:
+        raise ValueError("no path has a byte 0 in it")
+    if not value.startswith("~"):
         return value
     found = os.path.expanduser(value)
     if found == value:

@@ -230,13 +230,34 @@ def test_every_environment_variable_of_the_reference_works(monkeypatch):
         ("64 k", 64 << 10),
         ("1.5kib", 1536),
         ("3b", 3),
+        ("1048576TiB", 1 << 60),
     ],
 )
 def test_sizes(text, nbytes):
     assert parse_size(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "4X", "4iB", "-1", -1, True, "1.5", "0.3KiB", "GiB", "1e9", "4 GiB x", 1.5, None])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "4X",
+        "4iB",
+        "-1",
+        -1,
+        True,
+        "1.5",
+        "0.3KiB",
+        "GiB",
+        "1e9",
+        "4 GiB x",
+        1.5,
+        None,
+        "1048577TiB",
+        (1 << 60) + 1,
+        "9" * 30,
+    ],
+)
 def test_what_is_not_a_size(text):
     with pytest.raises(ConfigError):
         parse_size(text)

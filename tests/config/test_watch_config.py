@@ -143,6 +143,67 @@ async def test_a_refusal_by_the_server_is_reported_and_asynchronous_apply_awaite
     assert len(applied) == 1
 
 
+async def test_an_edit_that_only_its_application_refuses_ends_nothing(path):
+    """Whatever it raises: the watch runs in the server's own task group."""
+    events, applied, told = Events(), [], []
+
+    def apply(settings: Settings) -> None:
+        if settings.transfer.prefetch_layers == 2:
+            raise OverflowError("can't serialize")
+        applied.append(settings)
+
+    async with watching(path, events, applied, apply=apply, tell=told.append):
+        path.write_text("[transfer]\nprefetch_layers = 2\n")
+        level, event, fields = await events.next()
+        assert (level, event, fields["problems"]) == (
+            "warning",
+            "config_refused",
+            ["OverflowError: can't serialize"],
+        )
+        assert fields["exc_info"] is not None and told[-1].problems == ("OverflowError: can't serialize",)
+        path.write_text("[transfer]\nprefetch_layers = 3\n")
+        assert (await events.next())[1] == "config_applied"
+    assert len(applied) == 1
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        f"[transfer]\nh2d_stagger_us = 0x{'F' * 5000}\n",
+        f"[pool]\nsize = 0x{'F' * 5000}\n",
+        f"[pool]\nlink_gbps = 0x{'F' * 5000}\n",
+        f"use_layerwise = 0x{'F' * 5000}\n",
+        f"[other]\nlist = [1, [{{ deep = 0x{'F' * 5000} }}]]\n",
+        '[transfer]\nmax_inflight_bytes = "100000000TiB"\n',
+        f'[transfer]\nmax_inflight_bytes = "{"9" * 2_000_000}GiB"\n',
+        '[record]\npath = "/tmp/a\\u0000b"\n',
+    ],
+    ids=lambda edit: edit[:30],
+)
+async def test_numbers_beyond_all_bounds_are_refused(path, edit):
+    events, applied = Events(), []
+    async with watching(path, events, applied):
+        path.write_text(edit)
+        level, event, fields = await events.next()
+        assert (level, event) == ("warning", "config_refused") and fields["exc_info"] is None
+        assert sum(len(problem) for problem in fields["problems"]) < 1000
+    assert applied == []
+
+
+async def test_a_system_that_reports_no_changes_is_looked_at(path, monkeypatch):
+    def none_left(*_: Any, **__: Any) -> Any:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(watch, "awatch", none_left)
+    monkeypatch.setattr(watch, "LOOK_MS", 10)
+    events, applied = Events(), []
+    async with watching(path, events, applied):
+        level, event, fields = await events.next()
+        assert (level, event) == ("warning", "config_unwatched") and "Too many open files" in fields["error"]
+        path.write_text("[transfer]\nprefetch_layers = 2\n")
+        assert (await events.next())[1] == "config_applied"
+
+
 async def test_the_files_state_is_told(path):
     """Which bytes hold, since when others are refused, and why; the same bytes again end the refusal."""
     events, applied, told = Events(), [], asyncio.Queue()

@@ -31,7 +31,7 @@ is refused as a whole with a `config_refused` event in the log, and the old valu
 `layerflow config --check layerflow.toml`.
 
 Sizes are bytes or text such as `"512MiB"`, `"4Gi"`, `"16G"`, `"512m"` (powers of 1,024) or `"10GB"` (powers of
-1,000). A path may begin with `~`; `$VARIABLES` are not replaced.
+1,000), at most `"1048576TiB"`. A path may begin with `~`; `$VARIABLES` are not replaced.
 
 ```toml
 [pool]

@@ -13,10 +13,14 @@ from layerflow.endpoint import expanded
 from layerflow.errors import ConfigError
 
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[^\s:/\[\]]+):(\d{1,5})")
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([a-z]*)\s*", re.IGNORECASE)
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)}
 _UNITS |= {f"{letter}{rest}": 1024**power for power, letter in enumerate("kmgt", 1) for rest in ("ib", "i", "")}
+MOST_BYTES = 1 << 60
+"""Largest size. Sums and shares of sizes then fit the 64 bits that a message has for them."""
+MOST_SHOWN = 200
+"""Characters of a value that is refused."""
 _BINARY = tuple((1024**power, f"{letter}iB") for power, letter in reversed([*enumerate("KMGT", 1)]))
 
 
@@ -26,20 +30,35 @@ def parse_size(value: int | str) -> int:
     ``KiB``, ``Ki`` (Kubernetes) and ``K`` (Docker, systemd, mount) are powers of 1,024, ``kB`` and ``MB`` powers of
     1,000, in any case.
 
-    :raises ConfigError: for anything else, negative numbers and fractions of a byte included.
+    :raises ConfigError: for anything else: negative numbers, fractions of a byte, more than :data:`MOST_BYTES`.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         if value < 0:
             raise ConfigError(f"{value} is not a size: it must not be negative")
-        return value
+        return _bounded(value)
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
     factor = _UNITS.get(match[2].lower()) if match else None
     if match is None or factor is None:
-        raise ConfigError(f'{value!r} is not a size; write bytes or a unit, e.g. 1048576, "512MiB", "4Gi" or "10GB"')
+        raise ConfigError(
+            f'{shown(value)} is not a size; write bytes or a unit, e.g. 1048576, "512MiB", "4Gi" or "10GB"'
+        )
     nbytes = Decimal(match[1]) * factor
-    if nbytes != int(nbytes):
+    whole = _bounded(nbytes)
+    if nbytes != whole:
         raise ConfigError(f"{value!r} is not a whole number of bytes")
+    return whole
+
+
+def _bounded(nbytes: int | Decimal) -> int:
+    if nbytes > MOST_BYTES:
+        raise ConfigError("no size is above 1048576TiB (2^60 bytes)")
     return int(nbytes)
+
+
+def shown(value: object) -> str:
+    """`value` as Python writes it, of a long one the beginning: what is refused goes to logs and to the status."""
+    text = repr(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({len(text)} characters)"
 
 
 def format_size(nbytes: int) -> str:

@@ -57,7 +57,7 @@ def _listed(value: Any) -> Any:
     if isinstance(value, str):
         try:
             return json.loads(value) if value.strip() else ()
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # no JSON, a number of thousands of digits, deeply nested arrays
             raise ValueError(f"should be a list of tables, in the environment as JSON: {error}") from None
     return value
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ValidationError
 from pydantic_settings import BaseSettings
 
-from layerflow.config.fields import marks
+from layerflow.config.fields import marks, shown
 from layerflow.errors import ConfigError
 
 # What users of LMCache, of vLLM-Ascend's AscendStore and of SGLang's HiCache have in their files, and write here.
@@ -179,7 +179,26 @@ def read_toml(model: type[BaseSettings], path: Path, content: bytes | None = Non
         raise ConfigError(f"{path}: not valid TOML: {_in_its_line(model, text, str(error))}") from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, hundreds of nested arrays
         raise ConfigError(f"{path}: not valid TOML: {str(error).partition(';')[0]}") from None
+    if place := _overlong(raw):
+        raise ConfigError(f"{path}: not valid TOML: {place} has an integer of more than 64 bits")
     return _canonical(model, raw, str(path))
+
+
+def _overlong(raw: Mapping[str, Any]) -> str:
+    """The key of an integer beyond the 64 bits that TOML 1.0 gives to one; "" = there is none.
+
+    Python reads hexadecimal ones of any length, and cannot print those of more than 4,300 decimal digits.
+    """
+    found: list[tuple[str, Any]] = list(raw.items())
+    while found:
+        place, value = found.pop()
+        if isinstance(value, Mapping):
+            found += [(f"{place}.{key}", inner) for key, inner in value.items()]
+        elif isinstance(value, list):
+            found += [(place, inner) for inner in value]
+        elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+            return place
+    return ""
 
 
 def _in_its_line(model: type[BaseModel], text: str, error: str) -> str:
@@ -298,7 +317,7 @@ def explain(model: type[BaseModel], error: ValidationError, origin: Mapping[str,
             lines.append(f"{place}: {message}" if place else message)
             continue
         where = f" (set by {origin[place]})" if origin and place in origin else ""
-        value = "***" if place.rpartition(".")[2] in _secrets(model) else repr(problem["input"])
+        value = "***" if place.rpartition(".")[2] in _secrets(model) else shown(problem["input"])
         lines.append(f"{place} = {value}{where}: {message}")
     return "\n".join(lines)
 
@@ -388,7 +407,7 @@ def _use_layerwise(transfer: dict[str, Any], place: str, value: Any, problems: l
     """Set the mode by the switch of other connectors: true is "layerwise", false "bulk"."""
     switch = {"true": True, "1": True, "false": False, "0": False}.get(str(value).lower())
     if switch is None:
-        problems.append(f"{place} = {value!r}: should be true or false")
+        problems.append(f"{place} = {shown(value)}: should be true or false")
         return
     mode = LAYERWISE_MODES[switch]
     if transfer.setdefault("mode", mode) != mode:

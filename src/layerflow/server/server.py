@@ -373,19 +373,25 @@ class Server:
     def apply(self, settings: Settings) -> None:
         """Take new values of the live keys; steps in flight go on under the new limits.
 
-        :raises ConfigError: keys that need a restart differ; nothing has changed.
+        Whatever they are refused for, nothing has changed.
+
+        :raises ConfigError: keys that need a restart differ.
         """
         changes = live_changes(self.settings, settings)
+        # What may fail comes before the first effect: what is applied in part would be in force in part.
+        terms, limits = terms_of(settings, self.sessions.workers()), self._limits(settings)
+        codec.encode(terms)
+        in_force = settings_in_force(settings, time.monotonic())
         self.settings = settings
         if changes:
             # The terms first: lanes keep to the new caps before they are granted anything under them.
             for session in self.sessions:
                 if session.spec is not None:
-                    self._send(session, self._terms())
-            self.driver.handle(LimitsChanged(self._limits(settings)))
-            self.metrics.limits(self._limits(settings))
+                    self._send(session, terms)
+            self.driver.handle(LimitsChanged(limits))
+            self.metrics.limits(limits)
             if self.recorder.current is not None:
-                self.recorder.current.note(settings_in_force(settings, time.monotonic()))
+                self.recorder.current.note(in_force)
             self.recorder.follow(settings.record)
             self._log.info("settings_applied", changes=changes)
 

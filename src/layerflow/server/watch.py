@@ -11,11 +11,12 @@ import functools
 import hashlib
 import inspect
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import anyio
 import anyio.to_thread
 from watchfiles import awatch
 
@@ -74,10 +75,11 @@ async def watch_config(
     """Load and apply the file after each change, until cancelled.
 
     A bad edit, and one that changes keys which need a restart, is refused as a whole with one
-    ``config_refused`` event; the old values stay. A deleted file changes nothing.
+    ``config_refused`` event; the old values stay. A deleted file changes nothing. Where the system reports no changes
+    (its watches are used up), the file is looked at every two seconds.
 
     :param overrides: the flags, which keep winning over the file.
-    :param apply: takes the new settings; a :class:`ConfigError` from it refuses them.
+    :param apply: takes the new settings, or raises and has changed nothing: that refuses them.
     :param current: what the caller runs with; None = what the file says now.
     :param tell: told the file's state when the watch begins, and after each edit.
     """
@@ -88,16 +90,28 @@ async def watch_config(
         follower.began_with(found)
     follower.current = current
     await follower.look()
-    async for _ in awatch(
-        *_folders(path),
-        recursive=False,
-        watch_filter=None,
-        step=_SETTLE_MS,
-        debounce=_LONGEST_SETTLE_MS,
-        rust_timeout=LOOK_MS,
-        yield_on_timeout=True,
-    ):
+    async for _ in _moments(path, log):
         await follower.look()
+
+
+async def _moments(path: Path, log: Log) -> AsyncIterator[None]:
+    """When to look: after each reported change, and from time to time."""
+    try:
+        async for _ in awatch(
+            *_folders(path),
+            recursive=False,
+            watch_filter=None,
+            step=_SETTLE_MS,
+            debounce=_LONGEST_SETTLE_MS,
+            rust_timeout=LOOK_MS,
+            yield_on_timeout=True,
+        ):
+            yield
+    except Exception as error:  # noqa: BLE001 - of the library, by system and version; it is told, and looks go on
+        log.warning("config_unwatched", path=str(path), error=str(error), effect=f"a look every {LOOK_MS / 1e3:g} s")
+    while True:
+        await anyio.sleep(LOOK_MS / 1e3)
+        yield
 
 
 class _Follower:
@@ -146,9 +160,16 @@ class _Follower:
             outcome = self._apply(wanted)
             if inspect.isawaitable(outcome):
                 await outcome
-        except ConfigError as error:
-            problems = str(error).splitlines()
-            self._log.warning("config_refused", path=str(self._path), problems=problems, effect="the old values stay")
+        except Exception as error:  # noqa: BLE001 - told: whatever an edit says, the server that reads it goes on
+            expected = isinstance(error, ConfigError)
+            problems = str(error).splitlines() if expected else [f"{type(error).__name__}: {error}"]
+            self._log.warning(
+                "config_refused",
+                path=str(self._path),
+                problems=problems,
+                effect="the old values stay",
+                exc_info=None if expected else error,
+            )
             self._refused(tuple(problems))
             return
         self.current = wanted
