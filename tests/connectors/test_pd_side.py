@@ -150,6 +150,29 @@ class TestPrefill:
         assert told == {"layerflow": {"hit_tokens": 0}}
         assert [(tokens, bool(reason)) for _, tokens, reason in p.lookups.ended] == [(0, True)]
 
+    @pytest.mark.parametrize("how", ["embedded", "not-saved"])
+    def test_what_is_not_opened_is_told_so(self, how: str) -> None:
+        """A decoder may wait for it already."""
+        p = house(save=how != "not-saved")
+        p.arrive(
+            prompt_embeds=object() if how == "embedded" else None,
+            kv_transfer_params=TO_PREFILL | {"transfer_id": "x"},
+        )
+        assert p.lookups.opened == []
+        assert [(name.startswith("x:"), tokens) for name, tokens, _ in p.lookups.ended] == [(True, 0)]
+
+    def test_one_that_is_not_opened_in_time_is_given_up(self) -> None:
+        """Its server may open it all the same, and nobody would complete it."""
+        p = house()
+        made = p.arrive(hit=Hit(0), kv_transfer_params=PREFILL_FIRST)
+        p.lookups.opened[0].state = Handoff("h", "unknown", 0, "no answer")
+        assert p.side.matched(made, 0) == (0, False)
+        (ended,) = p.lookups.ended
+        assert ended[:2] == (p.lookups.opened[0].handoff, 0) and "no answer" in ended[2]
+        finish(made)
+        p.side.finished(made, ([1, 2],))
+        assert len(p.lookups.ended) == 1
+
     def test_a_refused_one_is_an_ordinary_prompt(self) -> None:
         p = house()
         made = p.arrive(hit=Hit(0), kv_transfer_params=PREFILL_FIRST)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -29,7 +30,7 @@ class Pair:
     """A prefill and a decode engine on one server: their workers and their schedulers."""
 
     def __init__(self, server: EmbeddedServer, spec: ModelSpec | None = None, **more: Any) -> None:
-        spec = spec or small_spec(4)
+        self.spec = spec = spec or small_spec(4)
         self.server = server
         self.p = KnownWorker(server.endpoint, spec=spec, engine="P", context=server.context, **more)
         self.d = KnownWorker(server.endpoint, spec=spec, engine="D", context=server.context, **more)
@@ -438,6 +439,51 @@ def test_without_room_one_is_refused_with_the_reason(embed: Embed) -> None:
     pair.p_control.release_handoff("first")
     assert eventually(pair.balanced)
     pair.close()
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["comes-later", "waits"])
+@pytest.mark.parametrize("how", ["no-room", "unattached", "impossible", "declined"])
+def test_a_reader_is_told_at_once_that_its_prompt_is_not_handed_over(embed: Embed, how: str, waits: bool) -> None:
+    """Not at its deadline, which is minutes away; whether it waits already or comes when that is known."""
+    pair = Pair(embed(pool__size="256KiB", pd__handoff_share=0.25))
+    chain = pair.p.prompt(800 if how == "no-room" else 40)
+    inquiry = pair.ask("h", chain, within_s=600.0) if waits else None
+    if waits:
+        assert eventually(lambda: pair.figures()["announced"] == 1)
+    match how:
+        case "no-room":
+            assert "pd.handoff_share" in (why := pair.p_control.open_handoff("h", chain, len(chain)).reason)
+        case "unattached":
+            with contextlib.closing(
+                Control(pair.server.endpoint, "Q", pair.spec, context=pair.server.context)
+            ) as other:
+                assert "no worker" in (why := other.open_handoff("h", chain, len(chain)).reason)
+        case "impossible":
+            why = pair.p_control.open_handoff("h", chain, len(chain), timeout_s=1e6).reason
+            assert "server.max_deadline_s" in why
+        case _:
+            pair.p_control.end_handoff("h", tokens=0, reason=(why := "nothing of so short a prompt is saved"))
+    pair.p_control.status()  # the server has heard it
+    hit = pair.d_lookups.wait(inquiry or pair.ask("h", chain, within_s=600.0), PATIENCE_S)
+    assert hit is not None and (hit.tokens, hit.reason) == (0, f"failed: {why}")
+    pair.close()
+
+
+def test_an_engine_that_does_not_open_one_ends_none_that_another_has_open(pair: Pair) -> None:
+    chain = pair.p.prompt(TOKENS)
+    assert pair.p_control.open_handoff("h", chain, len(chain))
+    with contextlib.closing(Control(pair.server.endpoint, "D", pair.spec, context=pair.server.context)) as other:
+        other.end_handoff("h", tokens=0, reason="it has no keys")
+        assert "open already" in other.open_handoff("h", chain, len(chain)).reason
+    assert pair.figures()["open"] == 1
+
+
+def test_who_comes_when_the_opening_was_refused_for_an_early_release_is_told(pair: Pair) -> None:
+    chain = pair.p.prompt(TOKENS)
+    pair.p_control.release_handoff("h")
+    assert pair.p_control.open_handoff("h", chain, len(chain)).state == "refused"
+    hit = pair.d_lookups.wait(pair.ask("h", chain, within_s=600.0), PATIENCE_S)
+    assert hit is not None and hit.reason == "failed: its reader has released it already"
 
 
 def test_500_that_nobody_claims_take_their_share_and_no_more(embed: Embed) -> None:

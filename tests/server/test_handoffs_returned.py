@@ -204,13 +204,35 @@ def test_an_opening_that_is_cut_off_keeps_nothing(arena: Arena) -> None:
         next(opening)
     opening.close()
     handoff = arena.handoffs.get("h")
-    assert handoff is not None and handoff.status is HandoffStatus.ANNOUNCED and not handoff.engine
+    assert handoff is not None and handoff.story() == "failed: its client ended while it was being opened"
     arena.handoffs.stored(prompt.keys[:1], 0.0)
-    assert arena.open("h", prompt) == "", "its reader still waits, and another engine may open it"
+    assert arena.open("h", prompt) == "", "another engine may open it"
     arena.handoffs.release("h", 0.0)
     arena.turns()
     figures = arena.pool.statistics()
     assert (arena.kept, figures.pinned, figures.half_written) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["comes-meanwhile", "waits-already"])
+def test_a_reader_is_told_at_once_that_the_opening_is_refused(arena: Arena, first: bool) -> None:
+    told: list[str] = []
+    reader = arena.handoffs.announce("h", 60.0) if first else None
+    assert arena.open("other", Prompt()) == ""
+    opening = arena.handoffs.open("h", "P", 1, specs=[Mock()], prompt=Prompt(), lease_s=60.0, due=1e12, charge=Mock())  # type: ignore[arg-type]
+    next(opening)
+    reader = reader or arena.handoffs.announce("h", 60.0)
+    arena.handoffs.watch(reader, lambda handoff: told.append(handoff.story()))
+    with pytest.raises(StopIteration) as refused:
+        while True:
+            next(opening)
+    arena.turns()
+    assert told == [f"failed: {refused.value.value}"] and "pd.handoff_share" in told[0]
+    assert arena.handoffs.announce("h", 60.0) is reader, "one that comes later is told the same"
+    figures = arena.handoffs.statistics()
+    assert (figures.refused, figures.failed, figures.announced) == (1, 0, 0)
+    arena.handoffs.release("other", 0.0)
+    arena.turns()
+    assert arena.open("h", Prompt()) == "", "it may be opened all the same"
 
 
 def test_a_readers_lookup_sees_the_partial_chunk(arena: Arena) -> None:

@@ -199,7 +199,7 @@ class Control:
         """The engine computes nothing more of it: it is complete once what it saves is stored.
 
         :param tokens: that were computed; fewer than it was opened with = it has failed.
-        :param reason: why it has failed.
+        :param reason: why it has failed, or is not opened at all: its readers are told at once.
         """
         with self._lock:
             self._client.tell(EndHandoff(handoff, tokens, reason))

@@ -27,6 +27,11 @@ ALIGNED = "this server keeps no partial chunk, and the prompt has no full one"
 Opening = wire.OpenHandoff | wire.PeerOpenHandoff
 
 
+def no_worker(engine: str) -> str:
+    """Why nothing is kept of this engine's prompts."""
+    return f"no worker of engine {engine!r} is attached to this server"
+
+
 async def open_handoff(context: ServerContext, session: ClientSession, message: wire.OpenHandoff) -> None:
     """Keep room for what a hit of the prompt needs, and pin what is stored; here, and at the servers it names."""
     if session.spec is None:
@@ -41,7 +46,9 @@ async def open_handoff(context: ServerContext, session: ClientSession, message: 
     if message.servers and peers is None:
         why = f"this server reaches no other, and not {message.servers[0]}: set peers.learn, or name it in peers.attach"
     tokens = 0
-    if not why:
+    if why:
+        context.handoffs.refuse(name, session.engine, why)
+    else:
         opener = Opener(session.engine, session.number, session.account)
         tokens, why = await keep(context, session.spec.chunk_tokens, opener, message)
     handoff = context.handoffs.get(name)
@@ -66,15 +73,22 @@ class Opener(NamedTuple):
 
 
 async def keep(context: ServerContext, chunk_tokens: int, opener: Opener, message: Opening) -> tuple[int, str]:
-    """Open a hand-off of what this server's workers of an engine store.
+    """Open a hand-off of what this server's workers of an engine store; where it is not opened, its readers are told.
 
     :returns: how many tokens of it can be read; why it is refused, else empty.
     :raises ProtocolError: nobody can mean this.
     """
-    name = message.handoff
-    if not name:
+    if not message.handoff:
         raise ProtocolError("a hand-off needs a name")
-    engine = opener.engine
+    try:
+        return await _keep(context, chunk_tokens, opener, message)
+    except LayerflowError as error:
+        context.handoffs.refuse(message.handoff, opener.engine, str(error))
+        raise
+
+
+async def _keep(context: ServerContext, chunk_tokens: int, opener: Opener, message: Opening) -> tuple[int, str]:
+    name, engine = message.handoff, opener.engine
     chunks, rest = divmod(message.tokens, chunk_tokens)
     if (
         message.tokens < 1
@@ -98,14 +112,17 @@ async def keep(context: ServerContext, chunk_tokens: int, opener: Opener, messag
     tokens, tail = message.tokens, message.tail
     if rest and not context.terms().save_partial:
         tokens, tail = chunks * chunk_tokens, b""
+    why = ""
     if context.draining:
-        return 0, "the server is shutting down"
-    if not specs:
-        return 0, f"no worker of engine {engine!r} is attached to this server"
-    if any(worker.direct for worker in workers):
-        return 0, "its workers move bytes past the arena"
-    if not tokens:
-        return 0, ALIGNED
+        why = "the server is shutting down"
+    elif not specs:
+        why = no_worker(engine)
+    elif any(worker.direct for worker in workers):
+        why = "its workers move bytes past the arena"
+    elif not tokens:
+        why = ALIGNED
+    if why:
+        return 0, context.handoffs.refuse(name, engine, why)
     asked_for = (chunks + 1) * len(specs[0].groups) * len(specs)
     if asked_for > limits.max_lookup_objects:
         raise Refused(
@@ -205,10 +222,11 @@ async def _open(context: ServerContext, reader: Reader, message: wire.PeerOpenHa
     if message.incarnation != lending.incarnation:
         raise ProtocolError("this hand-off is for a server that was here before; attach again")
     specs = [worker.spec for worker in context.sessions.workers_of(message.engine) if worker.spec is not None]
-    why = f"no worker of engine {message.engine!r} is attached to this server"
     if specs:
         opener = Opener(message.engine, reader.number, reader.account)
         _, why = await keep(context, specs[0].chunk_tokens, opener, message)
+    else:
+        why = handoffs.refuse(message.handoff, message.engine, no_worker(message.engine))
     if why:
         lending.tell(reader, wire.PeerHandoffState(message.id, message.handoff, "refused", why))
         return

@@ -47,7 +47,7 @@ HANDOFF_LIFE = Life(
             (HandoffStatus.COMPLETE, *_OVER),
         ),
         HandoffStatus.COMPLETE: ("all of it is stored", (HandoffStatus.REVOKED, HandoffStatus.RELEASED)),
-        HandoffStatus.FAILED: ("some of it never will be stored", ()),
+        HandoffStatus.FAILED: ("it was not opened, or some of it never will be stored", ()),
         HandoffStatus.REVOKED: (
             "the server took it back: nobody came for it in time, others needed its room, or the pool was purged",
             (),

@@ -20,7 +20,6 @@ import structlog
 from layerflow.expiring import ExpiringSet, ExpiryHeap
 from layerflow.observe.logs import LogRateLimiter
 from layerflow.pool.base import NewObject, Owner, Pool
-from layerflow.pool.chunk_index import ChunkIndex
 from layerflow.server.account import Charge
 from layerflow.server.handoffs.handoff import (
     REMEMBERED,
@@ -170,7 +169,8 @@ class Handoffs:
     def announce(self, name: str, until: float) -> HandoffRecord:
         """The hand-off of this name; one that nobody knows is announced, and forgotten at `until`."""
         known = self._by_name.get(name)
-        if self._released_before_open.discard(name) or known is None:
+        released = self._released_before_open.discard(name)
+        if known is None or (released and known.status is HandoffStatus.RELEASED):  # else it was refused since
             known = self._begin(name, until)
         elif known.status is HandoffStatus.ANNOUNCED:
             self._live.set(known, max(self._live.until(known), until))
@@ -250,33 +250,28 @@ class Handoffs:
         yield from self._return_all()
         known = self._by_name.get(name)
         if known is not None and known in self._live and known.engine:
-            return self._refused(name, f"a hand-off of this name is {known.status.value} already")
+            return self.refuse(name, engine, f"a hand-off of this name is {known.status.value} already")
         if self._released_before_open.holds(name, time.monotonic()):
-            return self._refused(name, "its reader has released it already")
+            return self.refuse(name, engine, "its reader has released it already")
         self._released_before_open.discard(name)  # that time is over: readers of this one are others
         most = self._share() * self._room_bytes
         if (alone := prompt.nbytes(specs)) > most:
-            return self._refused(name, f"it alone would keep {alone} bytes; pd.handoff_share allows {most:.0f}")
+            return self.refuse(name, engine, f"it alone would keep {alone} bytes; pd.handoff_share allows {most:.0f}")
         announced = known if known is not None and known.status is HandoffStatus.ANNOUNCED else None
         handoff = announced or self._begin(name, due)
         handoff.engine, handoff.session, handoff.spec, handoff.tokens = engine, session, specs[0], prompt.tokens
-        handoff.lease_s, announced_until = lease_s, self._live.until(handoff)
-        self._live.set(handoff, max(announced_until, due))
+        handoff.lease_s = lease_s
+        self._live.set(handoff, max(self._live.until(handoff), due))
         why = "its client ended while it was being opened"
         try:
             why = yield from self._keep(handoff, prompt.objects(specs), most)
+            if handoff.status is not HandoffStatus.ANNOUNCED:
+                why = self._refused(name, handoff.story())  # it ended while it was being opened
         finally:
             if why and handoff.status is HandoffStatus.ANNOUNCED:
-                self._let_go(handoff, why)
-                handoff.engine, handoff.session, handoff.spec, handoff.tokens = "", 0, None, 0
-                if announced is None:
-                    self._forget(handoff)
-                else:
-                    self._live.set(handoff, announced_until)
-        if handoff.status is not HandoffStatus.ANNOUNCED:
-            return self._refused(name, handoff.story())  # it ended while it was being opened
+                self._refuse(handoff, why)
         if why:
-            return self._refused(name, why)
+            return why
         handoff.enter(HandoffStatus.OPEN)
         handoff.charge = charge
         self._live.set(handoff, due)
@@ -349,9 +344,24 @@ class Handoffs:
                     handoff.stored_by_others.add(key)
                     self._stored_by_others[handoff] = None
 
-    def end(self, name: str, engine: str, tokens: int, reason: str, now: float) -> None:
-        """Note that a hand-off's engine computes nothing more of it."""
+    def refuse(self, name: str, engine: str, why: str) -> str:
+        """Tell who waits for a hand-off, and who asks for it later, that this engine does not open it: `why`, returned.
+
+        Where another one has it open, or the engine itself, that one stays.
+        """
         handoff = self._by_name.get(name)
+        if handoff is None or handoff not in self._live:
+            handoff = self._begin(name, math.inf)
+        elif handoff.engine:
+            return self._refused(name, why)
+        handoff.engine = engine
+        return self._refuse(handoff, why)
+
+    def end(self, name: str, engine: str, tokens: int, reason: str, now: float) -> None:
+        """Note that a hand-off's engine computes no more of it; with a reason, also of one that it never opened."""
+        handoff = self._by_name.get(name)
+        if reason and (handoff is None or not handoff.engine):
+            self.refuse(name, engine, reason)
         if handoff is None or handoff.engine != engine or handoff.status is not HandoffStatus.OPEN:
             return
         if reason or tokens < handoff.tokens:
@@ -451,6 +461,11 @@ class Handoffs:
 
     # ---------------------------------------------------------------------------------------------
 
+    def _refuse(self, handoff: HandoffRecord, why: str) -> str:
+        """End one that was not opened. What of it was kept already returns."""
+        self._end(handoff, HandoffStatus.FAILED, why)
+        return self._refused(handoff.name, why)
+
     def _refused(self, name: str, why: str) -> str:
         self._counts["refused"] += 1
         if (unlogged := self._log_limit.admit(time.monotonic())) is not None:
@@ -500,47 +515,35 @@ class Handoffs:
 
     def _close(self, handoff: HandoffRecord, status: HandoffStatus, reason: str) -> None:
         before = handoff.status
+        self._end(handoff, status, reason)
+        self._counts[status.value] += 1
+        names = {"handoff": handoff.name, "engine": handoff.engine}
+        unlogged = self._log_limit.admit(time.monotonic()) if status is not HandoffStatus.RELEASED else None
+        if unlogged is not None:
+            log.info("handoff_over", **names, was=before.value, state=status.value, reason=reason, unlogged=unlogged)
+
+    def _end(self, handoff: HandoffRecord, status: HandoffStatus, reason: str) -> None:
+        was_open = handoff.status is not HandoffStatus.COMPLETE
         handoff.enter(status)
         handoff.reason = reason
-        self._counts[status.value] += 1
         self._live.discard(handoff)
-        was_open = before is not HandoffStatus.COMPLETE
         self._stored_by_others.pop(handoff, None)
         why = f"hand-off {handoff.name!r} {handoff.story()}"
-        self._later(self._give_all_back(handoff, why, was_open=was_open, waiting=handoff))
+        self._later(self._give_all_back(handoff, why, was_open=was_open))
         self._over.append(handoff)
         if len(self._over) > REMEMBERED:
             oldest = self._over.popleft()
             if self._by_name.get(oldest.name) is oldest:
                 del self._by_name[oldest.name]
-        names = {"handoff": handoff.name, "engine": handoff.engine}
-        unlogged = self._log_limit.admit(time.monotonic()) if status is not HandoffStatus.RELEASED else None
-        if unlogged is not None:
-            log.info("handoff_over", **names, was=before.value, state=status.value, reason=reason, unlogged=unlogged)
         self._tell(handoff)
 
-    def _let_go(self, handoff: HandoffRecord, why: str) -> None:
-        """Give back what a hand-off has taken whose opening has not come to an end."""
-        taken = HandoffRecord(handoff.name, handoff.serial, handoff.status, handoff.engine)
-        taken.objects, taken.pending, taken.reserved_here = handoff.objects, handoff.pending, handoff.reserved_here
-        handoff.objects, handoff.pending, handoff.reserved_here, handoff.stored_by_others = {}, set(), set(), set()
-        handoff.partial, handoff.parts_held, handoff.serial = ChunkIndex(), set(), next(self._serials)
-        self._stored_by_others.pop(handoff, None)
-        why = f"hand-off {handoff.name!r} is refused: {why}"
-        self._later(self._give_all_back(taken, why, was_open=True, waiting=handoff))
-
-    def _give_all_back(
-        self, handoff: HandoffRecord, why: str, *, was_open: bool, waiting: HandoffRecord
-    ) -> Slices[None]:
-        """Pins, and room that is reserved, return to the arena; the client that opened it is not charged any more.
-
-        :param waiting: as whom it waits for its objects.
-        """
+    def _give_all_back(self, handoff: HandoffRecord, why: str, *, was_open: bool) -> Slices[None]:
+        """Pins, and room that is reserved, return to the arena; the client that opened it is not charged any more."""
         objects = handoff.objects
         while objects:
             piece = dict(objects.popitem() for _ in range(min(PIECE, len(objects))))  # the last first
             for key in piece:
-                others = [each for each in self._waiting.get(key, ()) if each is not waiting]
+                others = [each for each in self._waiting.get(key, ()) if each is not handoff]
                 if others:
                     self._waiting[key] = others
                 else:

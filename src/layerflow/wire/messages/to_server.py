@@ -298,10 +298,10 @@ class OpenHandoff(Message, frozen=True, tag=14):
 
 
 class EndHandoff(Message, frozen=True, tag=15):
-    """The engine computes nothing more of it. No answer.
+    """The engine computes nothing more of it, or will not open it. No answer.
 
     :param tokens: that it has computed. Fewer than it was opened with: the hand-off has failed.
-    :param reason: why it has failed; empty = it is complete once all of it is stored.
+    :param reason: why it has failed, or is not opened; empty = it is complete once all of it is stored.
     """
 
     handoff: Name

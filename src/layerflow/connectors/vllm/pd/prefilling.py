@@ -79,7 +79,7 @@ class Prefilling:
             log.warning("handoff_cannot_be_read", handoff=part.handoff, difference=why)
         if not tokens:
             handoff.over = True
-            log.info("handoff_not_opened", handoff=part.handoff, reason="nothing of so short a prompt is saved")
+            self.decline(part, "nothing of so short a prompt is saved")
             return handoff
         handoff.inquiry = self._lookups.open_handoff(
             part.handoff,
@@ -90,6 +90,11 @@ class Prefilling:
             servers=self._others,
         )
         return handoff
+
+    def decline(self, part: PrefillPart, reason: str) -> None:
+        """Nothing of its prompt is saved: a decoder that waits is told so at once, and one that comes later."""
+        log.info("handoff_not_opened", handoff=part.handoff, reason=reason)
+        self._lookups.end_handoff(part.handoff, tokens=0, reason=reason)
 
     def waits(self, handoff: PrefillHandoff, budget_s: float) -> bool:
         """Has the server not answered yet? The prompt's steps begin behind its answer, which it owes within 0.2 s.
@@ -102,6 +107,8 @@ class Prefilling:
         if state is None:
             return True
         if not state and state.state in ("refused", "unknown"):
+            if state.state == "unknown":  # the server may open it yet, and nobody would complete it
+                self.fail(handoff, f"the prefill engine's server has not opened it in time: {state.reason}")
             handoff.over = True
             log.warning("handoff_not_opened", handoff=handoff.part.handoff, reason=f"{state.state}: {state.reason}")
         return False

@@ -298,6 +298,8 @@ class HandoffSide:
         """Decline for a request that has no keys: nothing of it is handed over, to it or by it."""
         if isinstance(part, DecodePart) and self._decoding is not None:
             self._decoding.decline(part)
+        elif isinstance(part, PrefillPart) and self._prefilling is not None:
+            self._prefilling.decline(part, "its prompt has no keys")
 
     def seeks(self, tracked: TrackedRequest) -> bool:
         """Is it not known yet where its hand-off is?"""
