@@ -196,6 +196,27 @@ def test_what_is_still_to_be_given_back_is_nobodys_hand_off(arena: Arena) -> Non
     arena.pool.validate()
 
 
+@pytest.mark.parametrize("all_of_it", [False, True])
+def test_saves_that_begin_within_the_grace_take_as_long_as_any(arena: Arena, all_of_it: bool) -> None:
+    """An engine's end may come before its last step: their sockets are two. A slow link takes longer than the grace."""
+    prompt = Prompt()
+    assert arena.open("h", prompt) == ""
+    handoff = arena.handoffs.get("h")
+    assert handoff is not None
+    arena.handoffs.end("h", "P", prompt.tokens, "", 10.0)
+    assert arena.handoffs.due(handoff) == 10.0 + registry.ENDED_GRACE_S
+    for new in [*prompt.all.values()][: None if all_of_it else -1]:
+        assert arena.handoffs.take_reservations("P", [new], ("step", 1, 1))
+    arena.handoffs.expire(10.0 + registry.ENDED_GRACE_S)
+    if not all_of_it:
+        assert handoff.story() == "failed: its engine ended it and did not save 1 of its objects"
+        return
+    assert handoff.status is HandoffStatus.OPEN
+    arena.pool.commit(prompt.keys, ("step", 1, 1))
+    arena.handoffs.stored(prompt.keys, 12.0)
+    assert handoff.status is HandoffStatus.COMPLETE
+
+
 def test_an_opening_that_is_cut_off_keeps_nothing(arena: Arena) -> None:
     prompt = Prompt()
     arena.handoffs.announce("h", 1e12)

@@ -90,6 +90,7 @@ class HandoffRecord:
     :param serial: tells it from an earlier one of the same name.
     :param engine: that computes it; empty while it is announced.
     :param session: of the client that opened it.
+    :param due: it has failed if it is not complete by then.
     :param spec: of a worker of that engine.
     :param tokens: that a reader can load at most.
     :param objects: what it keeps. :param partial: those of them that are partial chunks.
@@ -109,6 +110,7 @@ class HandoffRecord:
     status: HandoffStatus = HandoffStatus.ANNOUNCED
     engine: str = ""
     session: int = 0
+    due: float = 0.0
     spec: ModelSpec | None = None
     tokens: int = 0
     lease_s: float = 0.0

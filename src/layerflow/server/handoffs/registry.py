@@ -260,7 +260,7 @@ class Handoffs:
         announced = known if known is not None and known.status is HandoffStatus.ANNOUNCED else None
         handoff = announced or self._begin(name, due)
         handoff.engine, handoff.session, handoff.spec, handoff.tokens = engine, session, specs[0], prompt.tokens
-        handoff.lease_s = lease_s
+        handoff.lease_s, handoff.due = lease_s, due
         self._live.set(handoff, max(self._live.until(handoff), due))
         why = "its client ended while it was being opened"
         try:
@@ -328,7 +328,7 @@ class Handoffs:
                 if new.key in handoff.reserved_here and handoff.engine == engine:
                     offset = self._pool.take_reservation(new, handoff.owner, owner)
                     if offset is not None:
-                        handoff.reserved_here.discard(new.key)
+                        self._drop_room(handoff, new.key)
                         found[new.key] = offset
                     break
         return found
@@ -338,7 +338,7 @@ class Handoffs:
         for key in keys:
             for handoff in self._waiting.get(key, ()):
                 if key in handoff.reserved_here and handoff.engine == engine:
-                    handoff.reserved_here.discard(key)
+                    self._drop_room(handoff, key)
                     self._revoke_reservations([key], handoff.owner, "its engine loads it from behind the arena")
                 if self._waits(handoff, key):
                     handoff.stored_by_others.add(key)
@@ -370,7 +370,7 @@ class Handoffs:
             return
         handoff.ended = True
         if handoff.reserved_here:
-            self._live.set(handoff, min(self._live.until(handoff), now + ENDED_GRACE_S))
+            self._live.set(handoff, min(handoff.due, now + ENDED_GRACE_S))
         self._complete_if_done(handoff, now)
 
     def give_up(self, handoff: HandoffRecord, reason: str) -> None:
@@ -408,7 +408,7 @@ class Handoffs:
                 if not self._waits(handoff, key):
                     continue
                 handoff.pending.discard(key)
-                handoff.reserved_here.discard(key)
+                self._drop_room(handoff, key)
                 handoff.stored_by_others.discard(key)
                 self._pool.hold([key], handoff.owner, math.inf)
                 self._complete_if_done(handoff, now)
@@ -570,6 +570,13 @@ class Handoffs:
         while piece := dict(itertools.islice(left, PIECE)):
             self._pinned_open.discard(piece)
             yield
+
+    def _drop_room(self, handoff: HandoffRecord, key: bytes) -> None:
+        """Note that a hand-off keeps no room for an object any more; with the last one its short grace is over."""
+        kept = len(handoff.reserved_here)
+        handoff.reserved_here.discard(key)
+        if kept and not handoff.reserved_here and handoff.ended and handoff.status is HandoffStatus.OPEN:
+            self._live.set(handoff, handoff.due)
 
     def _waits(self, handoff: HandoffRecord, key: bytes) -> bool:
         """Is it still to store this object, and not over?"""
