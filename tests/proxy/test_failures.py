@@ -10,10 +10,14 @@ import httpx
 import pytest
 
 from layerflow.config.proxy import InstanceAddress, ProxySettings
-from layerflow.proxy import serve
+from layerflow.errors import UpstreamError
+from layerflow.proxy import exchange, legs, orders, serve
+from layerflow.proxy.answers import ClientResponse, make_event
 from layerflow.proxy.context import make_context
-from layerflow.proxy.instances import Instance, InstanceRole
-from layerflow.proxy.legs import DecodeCall, PrefillUsage, decode
+from layerflow.proxy.instances import Instance, InstanceRole, probe_all
+from layerflow.proxy.legs import DecodeCall, Prefilled, PrefillUsage, decode
+from layerflow.proxy.metaserver import Metaserver
+from layerflow.proxy.request import read_request
 from layerflow_testing.stub_engine import Behaviour, StubEngine
 
 from .scene import GONE, ORDERS, at, ended, events_of, numbered, proxied, said
@@ -346,6 +350,45 @@ async def test_a_kept_connection_that_the_engine_closed_costs_nothing():
                 assert await scene.metric("layerflow_proxy_instance_failures_total{") == 0
 
 
+@pytest.mark.parametrize(("within_s", "sent"), [(60.0, 2), (-1.0, 1)])
+async def test_a_kept_connection_that_breaks_later_is_a_failure_and_nothing_is_sent_again(monkeypatch, within_s, sent):
+    """The engine may have read the request, and be computing it."""
+    monkeypatch.setattr(legs, "_CLOSED_BEFORE_S", within_s)
+    instance = Instance(InstanceRole.DECODE, "decode-1", InstanceAddress("http://d:1"), ProxySettings(), lambda: 0.0)
+    asked = []
+
+    def breaks(request):
+        asked.append(request)
+        raise httpx.ReadError("")
+
+    instance.transport = httpx.MockTransport(breaks)
+    with pytest.raises(UpstreamError, match="broke the connection"):
+        async with legs.post(instance, "/v1/completions", b"{}", [], 60):
+            pass
+    assert len(asked) == sent
+
+
+async def test_a_url_that_cannot_be_asked_is_the_engines_failure_and_ends_no_probe():
+    """Neither the client's, nor the other engines', however it came to be."""
+    settings = ProxySettings(prefill="p:1", decode="d:1", probe_interval_s=0.01, probe_failures=1)
+    context = make_context(settings, Metaserver())
+    bad = context.instances.add(InstanceRole.DECODE, InstanceAddress("http://b\u00fccher..de:1"))
+    for instance in context.instances.all:
+        if instance is not bad:
+            instance.transport = httpx.MockTransport(lambda _: httpx.Response(200, stream=httpx.ByteStream(b"")))
+    with pytest.raises(UpstreamError, match="URL") as caught:
+        async with legs.post(bad, "/v1/completions", b"{}", [], 60):
+            pass
+    assert not caught.value.rejected and caught.value.counts
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(probe_all, context.instances, settings)
+        with anyio.fail_after(20):
+            while not bad.down:  # noqa: ASYNC110 - the probes set no event
+                await anyio.sleep(0.005)
+        tasks.cancel_scope.cancel()
+    assert [one.down for one in context.instances.all] == [False, False, True]
+
+
 @pytest.mark.parametrize(
     ("raw", "status"), [(b"", 400), (b"{", 400), (b"[]", 400), (b'{"prompt": "' + b"a" * 5000 + b'"}', 413)]
 )
@@ -370,6 +413,43 @@ async def test_one_failing_prompt_of_a_list_ends_all():
             assert answer.status_code == 500 and error_of(answer)["message"] == "stub says 500"
             for seen in decoder.seen:
                 assert (await ended(seen)).aborted or seen.body["prompt"] == "bad"
+
+
+@pytest.mark.parametrize("fails", ["prefill", "decode"])
+async def test_a_prompt_of_a_streamed_list_is_started_again_though_another_one_streams(monkeypatch, fails):
+    """What the client has of one prompt says nothing of the others: its decoder would wait for a hand-off in vain."""
+    streams, sent = anyio.Event(), []
+
+    async def prefill(instance, path, body, headers, settings):
+        if fails == "prefill" and b'"bad"' in body:
+            await streams.wait()
+            raise UpstreamError("it is gone", 500)
+        return Prefilled(None, 0, 10)
+
+    async def decode(instance, call, sink, *, usage, settings, first_token):
+        bad = b'"bad"' in call.body
+        if bad:
+            sent.append(call.handoff)
+        if bad and len(sent) == 1:
+            await streams.wait()
+            if fails == "decode":
+                raise UpstreamError("it is gone", 503)
+            await anyio.sleep_forever()
+        await sink.events([make_event(b'{"choices":[{"index":0,"text":"x"}]}')], [])
+        streams.set()
+
+    async def send(message):
+        told.append(message.get("body", b""))
+
+    told = []
+    monkeypatch.setattr(exchange, "prefill", prefill)
+    monkeypatch.setattr(exchange, "decode", decode)
+    settings = ProxySettings(prefill="p:1", decode="d:1, e:1", short_prompt_tokens=0, on_prefill_failure="recompute")
+    request = read_request("/v1/completions", [], b'{"stream": true, "prompt": ["good", "bad"]}', "id", 8)
+    with anyio.fail_after(20):
+        await orders.serve(make_context(settings, Metaserver()), request, ClientResponse(send, "id", 60))
+    assert said(b"".join(told).decode(), 0) == said(b"".join(told).decode(), 1) == "x"
+    assert sent == [True, fails == "decode"]
 
 
 async def test_an_engines_answer_is_an_error_in_json_whatever_it_says():

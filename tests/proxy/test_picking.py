@@ -76,6 +76,46 @@ async def test_a_cancelled_try_leaves_the_next_one_free():
     assert breaker.state is BreakerState.HALF_OPEN and breaker.allows
 
 
+def test_the_begun_answer_of_a_trial_opens_the_engine_to_all():
+    """It may stream for minutes, or be read slowly."""
+    clock = Clock()
+    breaker = Breaker(2, 10, clock)
+    fail(breaker)
+    fail(breaker)
+    clock.now += 10
+    with pytest.raises(UpstreamError), breaker.watch() as answered:
+        assert not breaker.allows
+        answered()
+        assert breaker.state is BreakerState.CLOSED and breaker.allows and breaker.answers
+        raise UpstreamError("it breaks off")
+    assert breaker.state is BreakerState.OPEN, "one failure more, and it is left alone again"
+
+
+def test_an_engine_that_begins_every_answer_and_ends_none_is_left_alone():
+    breaker = Breaker(2, 10, Clock())
+    for _ in range(2):
+        with pytest.raises(UpstreamError), breaker.watch() as answered:
+            answered()
+            raise UpstreamError("it breaks off")
+    assert breaker.state is BreakerState.OPEN
+
+
+def test_while_a_trial_goes_on_without_a_word_others_follow_one_by_one():
+    """An answer that is no stream says nothing until its end."""
+    clock = Clock()
+    breaker = Breaker(1, 10, clock)
+    fail(breaker)
+    clock.now += 10
+    with breaker.watch():
+        clock.now += 9
+        assert not breaker.allows
+        clock.now += 1
+        assert breaker.allows
+        with breaker.watch():
+            assert not breaker.allows
+    assert breaker.state is BreakerState.CLOSED
+
+
 def registry(*hosts: str, **settings) -> Registry:
     made = Registry(ProxySettings(**settings), Clock())
     for host in hosts:
@@ -197,6 +237,12 @@ def test_addresses():
         InstanceAddress("http://b:2", ("tcp://b:9", "tcp://c:9")),
         InstanceAddress("https://c:3"),
     ]
+    assert [one.url for one in instance_addresses("b\u00fccher.de:1 http://[::1]:2 my_host.:3 A:4")] == [
+        "http://xn--bcher-kva.de:1",
+        "http://[::1]:2",
+        "http://my_host.:3",
+        "http://a:4",
+    ]
     for bad in (
         "a",
         "http://a",
@@ -204,7 +250,14 @@ def test_addresses():
         "ftp://a:1",
         "http://a:99999",
         "http://u:p@a:1",
+        "http://:p@a:1",
         "a:1=b:2",
+        "http://b\u00fccher..de:80",
+        "http://a..b:80",
+        "http://x\u0001y:80",
+        "http://x%00:80",
+        f"http://{'x' * 64}:80",
+        "http://[fe80::1%25 x]:80",
         "a:1 a:1",
     ):
         with pytest.raises(ValueError, match=r"should be|twice"):

@@ -9,9 +9,10 @@ import pytest
 
 from layerflow.config.proxy import InstanceAddress, ProxySettings
 from layerflow.errors import ProxyError, UpstreamError
+from layerflow.proxy import request
 from layerflow.proxy.instances import Instance, InstanceRole, sleep_on_time
 from layerflow.proxy.legs import post
-from layerflow.proxy.request import CHAT, COMPLETIONS, parse_body, prompts_in, read_request
+from layerflow.proxy.request import CHAT, COMPLETIONS, MOST_NAMES, parse_body, prompts_in, read_request
 from layerflow_testing.stub_engine import Behaviour, StubEngine
 
 from .raw_engine import RawEngine, raw_answer
@@ -151,6 +152,59 @@ async def test_long_lists_are_served_by_few_tasks():
             answer = await scene.complete(prompt=["a"] * count, max_tokens=1)
             assert indices(answer) == list(range(count))
     assert len(decoder.seen) == count and most <= 64
+
+
+MANY = b"{" + b",".join(b'"%06d":[0,{"a":1}]' % number for number in range(20_000)) + b"}"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"prompt":"hi",' + MANY[1:],
+        b'{"prompt":"hi",' + b'"":0,' * 20_000 + b'"a":0}',
+        b'{"prompt":"hi",' + b",".join(b'"%d":0' % number for number in range(MOST_NAMES)) + b"}",
+        b'{"prompt":"hi","x":NaN,' + MANY[1:],
+        (b'{"prompt":"hi",' + MANY[1:]).decode().encode("utf-16"),
+    ],
+    ids=["many", "one of no letters", "few bytes", "as Python reads it", "utf-16"],
+)
+def test_a_request_of_too_many_fields_is_refused_before_they_are_built(raw):
+    with pytest.raises(ProxyError, match=f"more than {MOST_NAMES} fields") as caught:
+        parse_body(raw)
+    assert caught.value.status == 400
+
+
+def test_names_below_the_fields_are_not_counted():
+    raw = b'{"messages":' + MANY + b',"prompt":"' + b'\\"a\\":' * 20_000 + b'"}'
+    assert parse_body(raw).encode() == raw
+
+
+def test_many_fields_are_not_read_to_their_end(monkeypatch):
+    """The rest of 64 MiB of them would be a second of the loop."""
+    asked = []
+    monkeypatch.setattr(request, "_decode", asked.append)
+    with pytest.raises(ProxyError, match="fields"):
+        parse_body(MANY)
+    assert not asked and request._counted.names == MOST_NAMES + 1
+
+
+def test_large_extra_arguments_are_not_built():
+    extra = b'{"a":"' + b"x" * (1 << 20) + b'"}'
+    assert parse_body(b'{"vllm_xargs":' + extra + b"}").raw("vllm_xargs") == extra
+    for steering in (b"\\n", b"kv_transfer_params"):
+        with pytest.raises(ProxyError, match="vllm_xargs") as caught:
+            parse_body(b'{"vllm_xargs":' + extra.replace(b"xx", steering, 1) + b"}")
+        assert caught.value.status == 400
+
+
+def test_what_stands_beside_a_long_list_of_prompts_is_bounded():
+    """It is sent once for each of them."""
+    prompts = b",".join([b'"a"'] * 1000)
+    few, many = (b'{"user":"' + b"x" * size + b'","prompt":[' + prompts + b"]}" for size in (200_000, 300_000))
+    assert len(read_request(COMPLETIONS, [], few, "id", 1000).prompts) == 1000
+    with pytest.raises(ProxyError, match="beside its 1000 prompts") as caught:
+        read_request(COMPLETIONS, [], many, "id", 1000)
+    assert caught.value.status == 400
 
 
 async def test_the_json_of_a_large_prompt_is_never_built():

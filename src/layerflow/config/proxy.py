@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -9,12 +10,13 @@ from urllib.parse import urlsplit
 
 from pydantic import field_validator
 
-from layerflow.config.fields import PathText, Real, Section, Size, Whole, address, setting
+from layerflow.config.fields import PathText, Real, Section, Size, Whole, address, setting, shown
 from layerflow.endpoint import local_endpoint
 
 Order = Literal["concurrent", "prefill-first", "decode-first"]
 _DAY_S = 86_400
 MAX_SOCKET_PATH_BYTES = 107  # unix(7)
+_HOST_NAME = re.compile(r"[a-z0-9_.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +67,27 @@ def _instance_url(text: str) -> str:
     url = text if "://" in text else f"http://{text}"
     try:
         parts = urlsplit(url)
-        port = parts.port
+        port, host = parts.port, _host(parts.hostname or "")
     except ValueError:
-        port = None
+        port, host = None, ""
         parts = urlsplit("")
-    plain = parts.path in ("", "/") and not parts.query and not parts.fragment and not parts.username
-    if parts.scheme not in ("http", "https") or not parts.hostname or not port or not plain:
-        raise ValueError(f'should be "http://host:port" or "http://host:port=tcp://host:port", not "{text}"')
-    return f"{parts.scheme}://{parts.netloc}"
+    plain = parts.path in ("", "/") and not parts.query and not parts.fragment and "@" not in parts.netloc
+    if parts.scheme not in ("http", "https") or not host or not port or not plain:
+        raise ValueError(f'should be "http://host:port" or "http://host:port=tcp://host:port", not {shown(text)}')
+    return f"{parts.scheme}://{host}:{port}"
+
+
+def _host(name: str) -> str:
+    """A URL's host as DNS has it: names in ASCII, an IPv6 address in its brackets.
+
+    :raises ValueError: it can be no host: what asks it would fail by other errors than those of a network.
+    """
+    if ":" in name:
+        return f"[{ipaddress.IPv6Address(name)}]"
+    ascii_name = name.encode("idna").decode()
+    if not _HOST_NAME.fullmatch(ascii_name):
+        raise ValueError(f"{shown(name)} is no name of a host")
+    return ascii_name
 
 
 class ProxySettings(Section):

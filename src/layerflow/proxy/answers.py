@@ -102,7 +102,7 @@ class ResponseSink(Protocol):
 
     @property
     def begun(self) -> bool:
-        """Whether the client has got a byte: from then on nothing is started again."""
+        """Whether the client has got a byte of this answer: from then on it is not started again."""
 
     async def events(self, events: Sequence[Event], headers: Headers) -> None:
         """The next events of a stream; the first call begins the response.

@@ -55,7 +55,8 @@ class Breaker:
         self._failed = 0  #: in a row
         self._unanswered = 0  #: of these, how many were no 500
         self._until = 0.0  #: open until then; meaningful while `_failed` has reached `_most`
-        self._trying = False  #: the one request of the half-open state is on its way
+        self._trials = 0  #: requests of the half-open state on their way
+        self._tried_at = 0.0  #: when the last of them was sent; meaningful while there are any
 
     @property
     def state(self) -> BreakerState:
@@ -65,9 +66,14 @@ class Breaker:
 
     @property
     def allows(self) -> bool:
-        """Whether a request may be sent now."""
+        """Whether a request may be sent now.
+
+        A trial that goes on says nothing yet, and may take as long as a request may: each `open_s` there is another.
+        """
         state = self.state
-        return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and not self._trying)
+        if state is not BreakerState.HALF_OPEN:
+            return state is BreakerState.CLOSED
+        return not self._trials or self._clock() - self._tried_at >= self._open_s
 
     @property
     def answers(self) -> bool:
@@ -79,12 +85,24 @@ class Breaker:
         self._failed = max(0, self._failed - 1)
 
     @contextmanager
-    def watch(self) -> Iterator[None]:
-        """Around one call to the engine: learns how it ended. A call that is cancelled says nothing of the engine."""
+    def watch(self) -> Iterator[Callable[[], None]]:
+        """Around one call to the engine: learns how it ended. A call that is cancelled says nothing of the engine.
+
+        Yields a call that says that the answer has begun: that of a trial lets all requests to the engine again, until
+        its next failure.
+        """
         trial = self.state is BreakerState.HALF_OPEN
-        self._trying = self._trying or trial
+        if trial:
+            self._trials += 1
+            self._tried_at = self._clock()
+
+        def answered() -> None:
+            # Elsewhere it forgives nothing: an engine may begin every answer, and break off in all of them.
+            if trial:
+                self._failed, self._unanswered = min(self._failed, self._most - 1), 0
+
         try:
-            yield
+            yield answered
         except UpstreamError as error:
             if error.counts:
                 self._failed += 1
@@ -97,7 +115,7 @@ class Breaker:
             self._failed = self._unanswered = 0
         finally:
             if trial:
-                self._trying = False
+                self._trials -= 1
 
 
 # vLLM's API server closes connections that were idle for 5 s; ours go before, so that none closes under a request.
@@ -531,7 +549,7 @@ async def _ask(instance: Instance, timeout_s: float) -> str:
         try:
             answer, _ = await instance.fetch("GET", "/health", _BODY_BYTES)
             found = "" if answer.status_code < _SERVER_ERROR else f"HTTP {answer.status_code}"
-        except httpx.HTTPError as error:
+        except Exception as error:  # noqa: BLE001 - told: what a probe of one engine raises ends the probes of no other
             found = f"{type(error).__name__}: {error}"
         waiting.cancel_scope.cancel()
 

@@ -30,6 +30,8 @@ _OURS = _ONE_CONNECTION | _FRAMING | {b"trailer", b"accept-encoding", b"date", b
 _CORS = b"access-control-"  # the proxy's own `allowed_origins` decide
 _ELSEWHERE = (408, 425, 429)
 """Refusals that are about the engine's moment, not about the request: another engine may take it."""
+_CLOSED_BEFORE_S = 1.0
+"""A connection that breaks within so long of a request was closed before it; the longest way to an engine and back."""
 _REFUSAL_BYTES = 1 << 20
 """Of an engine's error; a client gets a longer one in the proxy's words."""
 
@@ -70,7 +72,9 @@ async def post(
             yield response
         finally:
             await response.aclose()
-    except (httpx.LocalProtocolError, httpx.InvalidURL) as error:
+    except httpx.InvalidURL as error:
+        raise UpstreamError(f"{engine} cannot be asked at the URL that it was given with: {error}") from error
+    except httpx.LocalProtocolError as error:
         # The client's headers: nothing was sent.
         raise UpstreamError(f"the request cannot be passed on: {error}", 400, rejected=True, counts=False) from error
     except httpx.TimeoutException as error:
@@ -106,8 +110,11 @@ async def _read(response: httpx.Response, most: int, idle_timeout_s: float) -> b
 
 
 async def _send(instance: Instance, path: str, body: bytes, headers: Headers) -> httpx.Response:
-    """Once more over a new connection where a kept one was closed by the engine just before we used it."""
-    opened = False
+    """Once more over a new connection where a kept one was closed by the engine just before we used it.
+
+    That shows at once. What breaks later may have been read, and computed: sent again it would be computed twice.
+    """
+    opened, began = False, anyio.current_time()
 
     async def trace(name: str, _: Any) -> None:
         nonlocal opened
@@ -116,7 +123,7 @@ async def _send(instance: Instance, path: str, body: bytes, headers: Headers) ->
     try:
         return await instance.ask("POST", path, body, headers, {"trace": trace})
     except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
-        if opened:
+        if opened or anyio.current_time() - began > _CLOSED_BEFORE_S:
             raise
     return await instance.ask("POST", path, body, [*headers, (b"connection", b"close")])
 
@@ -391,8 +398,8 @@ async def decode(
     :param first_token: called once, when the first token is there.
     :raises UpstreamError: see `sink.begun` whether the client has got something.
     """
-    with instance.breaker.watch(), instance.given_up_when_down() as answered:
-        leg = _Leg(instance, call, sink, usage, settings, first_token, answered)
+    with instance.breaker.watch() as works, instance.given_up_when_down() as answered:
+        leg = _Leg(instance, call, sink, usage, settings, (works, answered, first_token))
         try:
             await (_stream if call.stream else _whole)(leg)
         except UpstreamError as error:
@@ -405,7 +412,7 @@ async def decode(
 class _Leg:
     """One call on its way, whole or as a stream; see :func:`decode`.
 
-    :param answered: told, too, when the first token is there.
+    :param told: called when the first token is there.
     """
 
     instance: Instance
@@ -413,8 +420,7 @@ class _Leg:
     sink: ResponseSink
     usage: PrefillUsage
     settings: ProxySettings
-    first_token: Callable[[], None]
-    answered: Callable[[], None]
+    told: tuple[Callable[[], None], ...]
 
     @property
     def engine(self) -> str:
@@ -428,8 +434,8 @@ class _Leg:
 
     def began(self) -> None:
         """The answer has begun to be one."""
-        self.answered()
-        self.first_token()
+        for tell in self.told:
+            tell()
 
 
 async def _whole(leg: _Leg) -> None:

@@ -244,11 +244,18 @@ class _Merged:
         self._usage_event: dict[str, Any] | None = None
         self._wholes: dict[int, tuple[dict[str, Any], Headers]] = {}
 
-    async def events(self, number: int, events: Sequence[Event], headers: Headers) -> None:
+    async def events(
+        self, number: int, events: Sequence[Event], headers: Headers, *, begins: Callable[[], None]
+    ) -> None:
+        """Pass on the next events of one prompt.
+
+        :param begins: called when the client is about to get the first byte of them.
+        """
         passed = [event for event in map(lambda one: self._renumbered(number, one), events) if event is not None]
         if passed:
             async with self._turn:
                 await anyio.lowlevel.checkpoint_if_cancelled()  # see decode(): cancelled while it waited for its turn
+                begins()
                 await self.response.events(passed, headers)
 
     def whole(self, number: int, answer: dict[str, Any], headers: Headers) -> None:
@@ -296,20 +303,25 @@ class _Merged:
 
 
 class _PromptSink:
-    """The outlet of one prompt."""
+    """The outlet of one prompt. What the client has of the others says nothing of this one, which may start again."""
 
     def __init__(self, merged: _Merged, number: int) -> None:
         self._merged, self._number = merged, number
+        self._begun = False
 
     @property
     def begun(self) -> bool:
-        return self._merged.response.begun
+        return self._begun
 
     async def events(self, events: Sequence[Event], headers: Headers) -> None:
-        await self._merged.events(self._number, events, headers)
+        await self._merged.events(self._number, events, headers, begins=self._begins)
 
     async def whole(self, answer: dict[str, Any], headers: Headers) -> None:
+        self._begins()
         self._merged.whole(self._number, answer, headers)
+
+    def _begins(self) -> None:
+        self._begun = True
 
 
 def _sum(total: dict[str, Any] | None, usage: dict[str, Any]) -> dict[str, Any]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 import msgspec
@@ -25,6 +27,10 @@ NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _LENIENT_BYTES = 1 << 20
 """Larger bodies are not tried again with Python's own reader, which builds every value."""
 _FIELD_BYTES = 1024  # of a flag or number
+MOST_NAMES = 1024
+"""Of one request: vLLM's have below 100. Each is built, and written again for each engine and each prompt of a list."""
+_COUNTED_BYTES = 1 << 16
+"""Shorter bodies have too few names to matter until they are built."""
 _STEERING = "kv_transfer_params"
 _EXTRA = "vllm_xargs"  # vLLM reads these beside its fields, under the same names
 
@@ -32,6 +38,43 @@ _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 # vLLM's fields are pydantic's, in its lax mode: "2" and 2.0 are 2, "true" and 1 are true.
 _FLAG: TypeAdapter[bool | None] = TypeAdapter(bool | None)
 _WHOLE: TypeAdapter[int | None] = TypeAdapter(int | None)
+
+
+class _AnyName(Enum):
+    """The type of a JSON object's names where these are to be counted, and no more.
+
+    msgspec asks an enum for every name that it does not know, and ends at the first that the enum does not take: the
+    rest is not read.
+    """
+
+    ANY = uuid.uuid4().hex
+
+    @classmethod
+    def _missing_(cls, value: object) -> _AnyName | None:
+        _counted.names += 1
+        return cls.ANY if _counted.names <= MOST_NAMES else None
+
+
+@dataclass(slots=True)
+class _Counted:
+    names: int = 0
+
+
+_counted = _Counted()
+_count_names = msgspec.json.Decoder(dict[_AnyName, msgspec.Raw]).decode
+
+
+def _check_names(raw: bytes) -> None:
+    """:raises ProxyError: 400, more names than :data:`MOST_NAMES`; what is no JSON object is for others to refuse."""
+    _counted.names = 0
+    with contextlib.suppress(*NOT_JSON):
+        _count_names(raw)
+    if _counted.names > MOST_NAMES:
+        raise _too_many_names()
+
+
+def _too_many_names() -> ProxyError:
+    return ProxyError(f"the request has more than {MOST_NAMES} fields", 400)
 
 
 class Body:
@@ -101,15 +144,19 @@ def parse_body(raw: bytes) -> Body:
 
     What vLLM reads is read: with a byte order mark, in UTF-16, and with NaN.
 
-    :raises ProxyError: 400, it is no JSON object.
+    :raises ProxyError: 400, it is no JSON object, or has too many fields.
     """
     try:
         encoding = json.detect_encoding(raw)
         if encoding != "utf-8":
             raw = raw.decode(encoding).encode()
+        if len(raw) > _COUNTED_BYTES:
+            _check_names(raw)
         values: Mapping[str, bytes | msgspec.Raw] = _decode(raw)
     except NOT_JSON as error:
         values = _lenient(raw, error)
+    if len(values) > MOST_NAMES:
+        raise _too_many_names()
     dropped = [_STEERING] if _STEERING in values else []
     body = Body(values)
     extra = body.raw(_EXTRA)
@@ -134,6 +181,11 @@ def _lenient(raw: bytes, error: Exception) -> dict[str, bytes]:
 
 
 def _without_steering(extra: bytes) -> Any:
+    """:raises ProxyError: 400, it is too large to be built here."""
+    if len(extra) > _LENIENT_BYTES:
+        raise ProxyError(
+            f"the request's {_EXTRA} has {_STEERING} or a backslash in it, and more than {_LENIENT_BYTES} bytes", 400
+        )
     try:
         found = json.loads(extra)
     except (ValueError, RecursionError):
@@ -152,6 +204,8 @@ COMPLETIONS = "/v1/completions"
 Headers = Sequence[tuple[bytes, bytes]]
 """Of HTTP, in the bytes in which they came: what is not ASCII has no known encoding."""
 
+_BESIDE_BYTES = 256 << 20
+"""What stands beside the prompts of a list, summed up over the requests that it becomes."""
 _PLAIN_ID = re.compile(r"[\x21-\x7e]{1,200}")
 _TEXTS = re.compile(rb'\[\s*"')
 _TOKEN_LISTS = re.compile(rb"\[\s*\[")
@@ -203,9 +257,16 @@ def request_id_of(headers: Headers) -> str:
 
 
 def read_request(path: str, headers: Headers, raw: bytes, request_id: str, max_prompts: int) -> ClientRequest:
-    """:raises ProxyError: 400, it is no JSON object, or has more than `max_prompts` prompts."""
+    """:raises ProxyError: 400, it is no JSON object, has too many prompts, or too much beside them."""
     body = parse_body(raw)
     prompts = prompts_in(body.raw("prompt"), max_prompts) if path == COMPLETIONS else []
+    beside = len(raw) - len(body.raw("prompt"))
+    if len(prompts) * beside > _BESIDE_BYTES:
+        raise ProxyError(
+            f"the request has {beside} bytes beside its {len(prompts)} prompts, and is sent once for each: more than "
+            f"{_BESIDE_BYTES} bytes in all; send several requests",
+            400,
+        )
     return ClientRequest(path, body, headers, request_id, prompts)
 
 
