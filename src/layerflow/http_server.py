@@ -46,6 +46,8 @@ class UvicornServer(uvicorn.Server):
             log_config=None,
             log_level="warning",
             server_header=False,
+            # Where a request comes from is what the socket says: a header is anybody's to write.
+            proxy_headers=False,
             backlog=backlog,
             timeout_graceful_shutdown=_SHUTDOWN_S,
             timeout_keep_alive=KEEP_ALIVE_S,

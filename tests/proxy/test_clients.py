@@ -1,17 +1,24 @@
 """Clients that leave, and a proxy that stops."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 
 import anyio
+import anyio.lowlevel
 import httpx
 import pytest
 
+from layerflow.config.proxy import ProxySettings
+from layerflow.proxy import exchange, routes
+from layerflow.proxy.answers import make_event
+from layerflow.proxy.context import make_context
+from layerflow.proxy.metaserver import Metaserver
 from layerflow_testing.stub_engine import Behaviour, StubEngine
 
-from .scene import COMPLETIONS, ORDERS, at, ended, events_of, numbered, proxied, said
+from .scene import COMPLETIONS, ORDERS, at, ended, events_of, numbered, proxied, said, settled
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -59,6 +66,89 @@ async def test_a_client_that_takes_nothing_is_left():
                 head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
                 await silent.send(head.encode() + body)
                 assert (await ended(await at(decoder))).aborted
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_has_its_whole_answer_has_not_left(monkeypatch, stream):
+    """A server tells of a complete response as of a client that leaves; its prefill may be running still."""
+    gone, told = anyio.Event(), []
+
+    async def prefill(*_):
+        try:
+            await anyio.sleep_forever()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.lowlevel.checkpoint()
+                await anyio.lowlevel.checkpoint()
+
+    async def decode(instance, call, sink, **_):
+        if stream:
+            await sink.events([make_event(b"x")], [])
+        else:
+            await sink.whole({"choices": []}, [])
+
+    async def receive():
+        if not told:
+            told.append("request")
+            return {"type": "http.request", "body": b'{"prompt": "a", "stream": %s}' % str(stream).lower().encode()}
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        if message["type"] == "http.response.body" and not message.get("more_body"):
+            gone.set()
+
+    monkeypatch.setattr(exchange, "prefill", prefill)
+    monkeypatch.setattr(exchange, "decode", decode)
+    context = make_context(ProxySettings(prefill="p:1", decode="d:1", short_prompt_tokens=0), Metaserver())
+    with anyio.fail_after(20):
+        await routes.Completions(context, COMPLETIONS)({"headers": []}, receive, send)
+    assert gone.is_set()
+    found = context.metrics.render(addresses=False)
+    assert b'layerflow_proxy_requests_total{path="/v1/completions",status="200"} 1.0' in found
+    assert b"layerflow_proxy_clients_gone_total 0.0" in found
+
+
+async def answered(stream) -> bytes:
+    """All that comes over a connection."""
+    content = b""
+    with contextlib.suppress(anyio.EndOfStream):
+        while True:
+            content += await stream.receive()
+    return content
+
+
+async def test_bodies_that_come_slowly_make_room_for_others():
+    with StubEngine() as prefiller, StubEngine() as decoder:
+        async with proxied(prefiller, decoder, max_requests_bytes=5000) as scene:
+            host, port = scene.url.removeprefix("http://").split(":")
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 4000\r\n\r\n"
+            connections = [await anyio.connect_tcp(host, int(port)) for _ in range(2)]
+            async with connections[0] as oldest, connections[1] as old:
+                for count, slow in ((1, oldest), (2, old)):
+                    await slow.send(head.encode() + b'{"prompt": "' + b"a" * 1988)
+                    while await scene.metric("layerflow_proxy_request_bytes") != 2000 * count:
+                        pass
+                assert (await scene.complete(prompt="b" * 1500)).status_code == 200
+                assert b"503" in (await answered(oldest)).partition(b"\r\n")[0]
+                assert await scene.metric("layerflow_proxy_request_bytes") == 2000
+                await old.send(b"a" * 1998 + b'"}')
+                assert b"200" in (await answered(old)).partition(b"\r\n")[0]
+            await settled(scene)
+            assert await scene.metric("layerflow_proxy_request_bytes") == 0
+
+
+async def test_while_bodies_of_open_requests_take_all_the_room_others_are_told():
+    with StubEngine() as prefiller, StubEngine(Behaviour(first_s=60)) as decoder:
+        async with proxied(prefiller, decoder, max_requests_bytes=3000) as scene, anyio.create_task_group() as tasks:
+            tasks.start_soon(lambda: scene.complete(prompt="a" * 2000))
+            await at(decoder)
+            answer = await scene.complete(prompt="b" * 2000)
+            assert answer.status_code == 503 and "proxy.max_requests_bytes" in answer.json()["error"]["message"]
+            assert answer.headers["retry-after"]
+            tasks.cancel_scope.cancel()
+        async with proxied(prefiller, prefiller, max_requests_bytes=1024) as scene:
+            assert (await scene.complete(prompt="a" * 2000)).status_code == 200, "one alone has its own bound"
 
 
 async def test_while_it_drains_open_streams_finish_and_new_requests_are_told():

@@ -1,5 +1,6 @@
 """``/v1/metaserver``, where decoders ask for their prefill: once each, with a true status."""
 
+import ipaddress
 import json
 import socket
 import threading
@@ -10,7 +11,7 @@ import msgspec
 import pytest
 
 from layerflow.errors import ProxyError
-from layerflow.proxy import hosts
+from layerflow.proxy import hosts, orders
 from layerflow.proxy.metaserver import DecodeRequest, Metaserver, read_posted
 from layerflow.proxy.request import ClientRequest, parse_body
 from layerflow_testing.stub_engine import Behaviour, StubEngine
@@ -179,6 +180,42 @@ async def test_a_resolver_that_does_not_answer_costs_the_post_that_asked_it(monk
         assert await anyio.getaddrinfo("localhost", 1), "the loop's own threads are free"
     finally:
         answers.set()
+
+
+async def test_where_a_post_comes_from_is_what_its_connection_says(monkeypatch):
+    """And no header, which anybody can write."""
+    seen = []
+
+    async def check(posted, own, resolver):
+        seen.append(set(own))
+
+    monkeypatch.setattr(orders, "check_hosts", check)
+    with StubEngine() as prefiller, StubEngine(Behaviour(asks_metaserver=False, first_s=60)) as decoder:
+        async with proxied(prefiller, decoder, order="decode-first") as scene, anyio.create_task_group() as tasks:
+            tasks.start_soon(scene.complete)
+            asked = await at(decoder)
+            posted = {"request_id": f"cmpl-{asked.headers['x-request-id']}-0"}
+            headers = {"x-forwarded-for": "192.0.2.9", "forwarded": "for=192.0.2.9"}
+            answer = await scene.client.post(asked.params["metaserver"], json=posted, headers=headers)
+            assert answer.status_code == 200
+            tasks.cancel_scope.cancel()
+    assert seen == [{"127.0.0.1"}]
+
+
+def test_an_address_that_can_be_bound_is_not_always_this_machines(monkeypatch):
+    """As where the machine may take over another one's (``net.ipv4.ip_nonlocal_bind``)."""
+
+    class Anywhere(socket.socket):
+        def bind(self, address):
+            super().bind(("", 0))
+
+    monkeypatch.setattr(socket, "socket", Anywhere)
+    local = [
+        address
+        for text in ("127.0.0.1", "127.9.9.9", "192.0.2.9", "0.0.0.0", "2001:db8::9", "::")
+        if hosts._is_local(address := ipaddress.ip_address(text))
+    ]
+    assert [str(address) for address in local] == ["127.0.0.1", "127.9.9.9"]
 
 
 async def test_lists_of_blocks_go_on_unread_and_texts_are_looked_at_in_turns():

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from layerflow.config.proxy import ProxySettings
+from layerflow.config.settings import Settings
 from layerflow.errors import ConfigError
 from layerflow.proxy.serve import admin_socket_path, serve_proxy
 from layerflow_testing.stub_engine import Behaviour, StubEngine
@@ -101,6 +102,20 @@ async def test_engines_come_and_go_while_it_runs(engines):
                 answer = await scene.client.post("/instances/add", json=bad, headers=OPERATOR)
                 assert answer.status_code == 400 and "write" in answer.json()["error"]["message"]
             assert (await change("add", "decode")).status_code == 400
+
+
+async def test_a_token_may_be_of_any_letters(engines):
+    token = "p\u00e4ssw\u00f6rd \u2713"
+    async with proxied(*engines, admin_token=token) as scene:
+        for given, status in ((token.encode(), 200), (token.encode()[:-1], 401), ("p\u00e4ss".encode("latin-1"), 401)):
+            answer = await scene.client.post("/reset_prefix_cache", headers={b"authorization": b"Bearer " + given})
+            assert answer.status_code == status
+
+
+@pytest.mark.parametrize("token", [" a", "a ", "a\tb", "a\nb", "a\0"])
+def test_a_token_that_no_header_can_carry_is_refused(token):
+    with pytest.raises(ConfigError, match=r"proxy.admin_token = \*\*\*: no header"):
+        Settings(proxy={"admin_token": token})
 
 
 async def test_prefix_caches_are_reset_everywhere(engines):

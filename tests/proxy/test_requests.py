@@ -10,8 +10,12 @@ import pytest
 from layerflow.config.proxy import InstanceAddress, ProxySettings
 from layerflow.errors import ProxyError, UpstreamError
 from layerflow.proxy import request
+from layerflow.proxy.answers import ClientResponse
+from layerflow.proxy.context import make_context
+from layerflow.proxy.exchange import Exchange
 from layerflow.proxy.instances import Instance, InstanceRole, sleep_on_time
-from layerflow.proxy.legs import post
+from layerflow.proxy.legs import passed_on, post
+from layerflow.proxy.metaserver import Metaserver
 from layerflow.proxy.request import CHAT, COMPLETIONS, MOST_NAMES, parse_body, prompts_in, read_request
 from layerflow_testing.stub_engine import Behaviour, StubEngine
 
@@ -96,6 +100,8 @@ def test_what_is_no_json_object_is_refused(raw):
         (["a", "b"], True),
         (["a"], False),
         (["]", '"],["', "\\", '\\"'], True),
+        (["a\ud800", "b"], True),
+        (["a\ud800", 1], False),
         ([[1, 2], [3], []], True),
         ([[1]], False),
         ([1, 2], False),
@@ -256,6 +262,27 @@ async def test_headers_pass_in_their_bytes_both_ways(order, value):
     for head in (*decoder.heads, *(prefiller.heads if order != "decode-first" else ())):
         if b"/health" not in head:
             assert b"x-user: " + value + b"\r\n" in head and b"cookie" not in head.lower()
+
+
+def test_headers_of_one_connection_stay_on_it():
+    """RFC 9110 7.6.1: those that Connection names, too."""
+    given = [(b"Connection", b"close, X-Hop ,"), (b"connection", b"x-other"), (b"x-hop", b"1"), (b"X-OTHER", b"2")]
+    assert passed_on([*given, (b"x-kept", b"3")]) == [(b"x-kept", b"3")]
+
+
+def test_no_leg_has_the_id_of_another_prompts():
+    settings = ProxySettings(prefill="p:1", decode="d:1")
+    made = make_context(settings, Metaserver())
+    ids = []
+    for number in range(3):
+        request = read_request(COMPLETIONS, [], b'{"prompt": "a"}', f"x-{number}", 8)
+        one = Exchange(made, request, ClientResponse(lambda _: None, "x", 1))
+        ids += [one.leg_id(InstanceRole.DECODE) for _ in range(3)]
+    whole = Exchange(made, read_request(COMPLETIONS, [], b'{"prompt": "a"}', "x", 8), ClientResponse(print, "x", 1))
+    for _ in range(3):
+        leg = whole.leg_id(InstanceRole.DECODE)
+        ids += [leg, *(whole.leg_id(InstanceRole.PREFILL, f"{leg}-{prompt}") for prompt in range(3, 6))]
+    assert len(set(ids)) == len(ids) == 21
 
 
 @pytest.mark.parametrize("odd", [b"a\x00b", b"a\n", b" a", b"\r\nx: y"])

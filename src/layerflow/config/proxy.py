@@ -163,6 +163,14 @@ class ProxySettings(Section):
     max_request_bytes: Size = setting(
         64 << 20, "Largest request, event or answer.", unit="bytes", ge=1 << 10, le=1 << 32
     )
+    max_requests_bytes: Size = setting(
+        1 << 30,
+        "The bodies of all open requests together, each counted once. Past it those that have been coming for longest "
+        "are given up, and then new ones are answered 503.",
+        unit="bytes",
+        ge=1 << 10,
+        le=1 << 40,
+    )
     max_prompts: Whole = setting(2048, "Most prompts in one request's list.", unit="prompts", ge=1, le=1 << 20)
     metaserver_url: str = setting(
         "",
@@ -193,6 +201,15 @@ class ProxySettings(Section):
     def _plain_path(cls, value: str) -> str:
         if value not in ("", "auto") and (not value.startswith("/") or len(value.encode()) > MAX_SOCKET_PATH_BYTES):
             raise ValueError(f'should be a path from the root of at most {MAX_SOCKET_PATH_BYTES} bytes, "auto" or ""')
+        return value
+
+    @field_validator("admin_token")
+    @classmethod
+    def _sendable(cls, value: str) -> str:
+        if value != value.strip() or not value.isprintable():
+            raise ValueError(
+                "no header can carry it: it must not begin or end with a blank, nor have control characters"
+            )
         return value
 
     @field_validator("allowed_origins")

@@ -124,6 +124,7 @@ class ClientResponse:
     def __init__(self, send: Send, request_id: str, patience_s: float) -> None:
         self._send_message, self._request_id, self._patience_s = send, request_id, patience_s
         self.status = 0  #: 0 = not begun
+        self.complete = False  #: its last byte was sent
         self._open = False
 
     @property
@@ -146,6 +147,7 @@ class ClientResponse:
         length = str(len(body)).encode()
         await self._begin(status, [(b"content-type", b"application/json"), (b"content-length", length), *headers])
         await self._send({"type": "http.response.body", "body": body})
+        self.complete = True
 
     async def fail(self, error: ProxyError) -> None:
         """Say that the request has failed: by a status, or where the stream has begun, by an event that ends it.
@@ -163,6 +165,7 @@ class ClientResponse:
         if self._open:
             self._open = False
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+            self.complete = True
 
     async def _begin(self, status: int, headers: Headers) -> None:
         self.status = status

@@ -12,12 +12,12 @@ from typing import Final
 from urllib.parse import urlsplit
 
 import anyio
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from layerflow.config.proxy import ProxySettings, instance_addresses
-from layerflow.errors import UpstreamError
+from layerflow.errors import ProxyError, UpstreamError
 from layerflow.observe.metrics import WithoutCreated
 from layerflow.proxy.instances import BreakerState, Instance, InstanceRole, Registry
 from layerflow.proxy.metaserver import Metaserver
@@ -27,6 +27,7 @@ from layerflow.proxy.metaserver import Metaserver
 
 _WEIGHT = 0.1  # of a new value in a mean
 _BYTES_PER_TOKEN = 4.0  # until engines have told
+_LEAST_BYTES, _MOST_BYTES = 1.0, 16.0  # of one token: no text of any language, in JSON, has fewer or more
 _RETRIED = 32  # one request in so many goes the slower way, so that its figure stays true
 
 
@@ -47,8 +48,10 @@ class TokenEstimate:
         return max(1, round(nbytes / self._bytes_per_token))
 
     def learn(self, nbytes: int, tokens: int) -> None:
+        """An engine has counted `tokens` in a text of `nbytes`, which had nothing in it but text."""
         if tokens > 0 and nbytes > 0:
-            self._bytes_per_token += _WEIGHT * (nbytes / tokens - self._bytes_per_token)
+            told = min(max(nbytes / tokens, _LEAST_BYTES), _MOST_BYTES)
+            self._bytes_per_token += _WEIGHT * (told - self._bytes_per_token)
 
 
 class ShortPrompts:
@@ -136,8 +139,11 @@ class _Addresses(Collector):
 class ProxyMetrics:
     """Counters and histograms of one proxy."""
 
-    def __init__(self, instances: Registry) -> None:
+    def __init__(self, instances: Registry, bodies: BodyBudget) -> None:
         self._registry = registry = CollectorRegistry()
+        Gauge(
+            "layerflow_proxy_request_bytes", "Bytes of the bodies of all open requests.", registry=registry
+        ).set_function(lambda: bodies.nbytes)
         registry.register(_Instances(instances))
         self._addresses = _Addresses(instances)
         self.requests = Counter(
@@ -195,6 +201,78 @@ class ProxyMetrics:
         return text + generate_latest(self._addresses) if addresses else text
 
 
+# What clients' bodies may keep of the proxy's memory, all together.
+
+
+class BodyBudget:
+    """The bytes of all requests' bodies, each counted once; the event loop owns it.
+
+    A body that is complete is served. Where there is no room, those that still come make it, the ones first that have
+    been coming for longest: who sends as a decent client does has ended before.
+
+    :param most: bytes. One body alone may have more: it has a bound of its own.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.nbytes = 0
+        self._coming: dict[BodyShare, None] = {}  #: since when they come, oldest first
+
+    @contextmanager
+    def share(self) -> Iterator[BodyShare]:
+        """Around one body's stay."""
+        share = BodyShare(self)
+        self._coming[share] = None
+        try:
+            yield share
+        finally:
+            self._end(share)
+
+    def add(self, share: BodyShare, nbytes: int) -> None:
+        """See :meth:`BodyShare.add`."""
+        self.nbytes += nbytes
+        share.nbytes += nbytes
+        while self.nbytes > self._most and self.nbytes > share.nbytes:
+            oldest = next((one for one in self._coming if one is not share and one.nbytes), None)
+            if oldest is None:
+                raise ProxyError("the proxy has no room for the request's body (proxy.max_requests_bytes)", 503)
+            self._end(oldest)
+            oldest.given_up = True
+            if oldest.waiting is not None:
+                oldest.waiting.cancel()
+
+    def complete(self, share: BodyShare) -> None:
+        """See :meth:`BodyShare.complete`."""
+        self._coming.pop(share, None)
+
+    def _end(self, share: BodyShare) -> None:
+        self._coming.pop(share, None)
+        self.nbytes -= share.nbytes
+        share.nbytes = 0
+
+
+@dataclass(slots=True, eq=False)
+class BodyShare:
+    """What one body keeps of the budget.
+
+    :param waiting: around the wait for its next piece.
+    :param given_up: others have its room.
+    """
+
+    budget: BodyBudget
+    nbytes: int = 0
+    waiting: anyio.CancelScope | None = None
+    given_up: bool = False
+
+    def add(self, nbytes: int) -> None:
+        """A piece has come. :raises ProxyError: 503, there is no room for it."""
+        self.budget.add(self, nbytes)
+
+    def complete(self) -> None:
+        """Its last piece has come."""
+        self.budget.complete(self)
+
+
 class AbortReason(Enum):
     """Why a request was ended from outside."""
 
@@ -226,6 +304,7 @@ class ProxyContext:
     instances: Registry
     metrics: ProxyMetrics
     metaserver: Metaserver
+    bodies: BodyBudget
     clock: Callable[[], float] = time.monotonic
     port: int = 0
     draining: bool = False
@@ -287,11 +366,13 @@ def make_context(
     for role, text in ((InstanceRole.PREFILL, settings.prefill), (InstanceRole.DECODE, settings.decode)):
         for address in instance_addresses(text):
             instances.add(role, address)
+    bodies = BodyBudget(settings.max_requests_bytes)
     return ProxyContext(
         settings,
         instances,
-        ProxyMetrics(instances),
+        ProxyMetrics(instances, bodies),
         metaserver,
+        bodies,
         clock,
         short_prompts=ShortPrompts(settings.short_prompt_tokens),
     )

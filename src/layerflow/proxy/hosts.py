@@ -172,11 +172,16 @@ def _look_up(name: str) -> set[IpAddress]:
 
 
 def _is_local(address: IpAddress) -> bool:
-    """Whether it is this machine's: only such an address can be bound."""
+    """Whether it is this machine's: the way to such an address begins at the address itself.
+
+    Whether it can be bound says nothing where ``ip_nonlocal_bind`` is set, as balancers set it.
+    """
+    if address.is_loopback or address.is_unspecified:
+        return address.is_loopback
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.bind((str(address), 0))
+            probe.connect((str(address), 9))  # sends nothing
+            return _as_ip(probe.getsockname()[0]) == address
     except OSError:
         return False
-    return not address.is_unspecified

@@ -37,9 +37,11 @@ _REFUSAL_BYTES = 1 << 20
 
 
 def passed_on(headers: Headers) -> list[tuple[bytes, bytes]]:
-    """The headers that go on to the other side, known to the proxy or not."""
+    """The headers that go on to the other side, known to the proxy or not; none that ``Connection`` names."""
+    options = [value for name, value in headers if name.lower() == b"connection"]
+    left_out = _OURS | {name.strip().lower() for value in options for name in value.split(b",")}
     return [
-        (name, value) for name, value in headers if name.lower() not in _OURS and not name.lower().startswith(_CORS)
+        (name, value) for name, value in headers if name.lower() not in left_out and not name.lower().startswith(_CORS)
     ]
 
 

@@ -283,7 +283,7 @@ def prompts_in(raw: bytes, most: int) -> list[bytes]:
         try:
             prompts = [msgspec.json.encode(text) for text in _decode_texts(raw)]
         except NOT_JSON:
-            return []
+            prompts = _lenient_texts(raw)
     elif _TOKEN_LISTS.match(raw) and b'"' not in raw:
         *lists, last = raw.strip()[1:-1].split(b"]", most + 1)
         if len(lists) > most:
@@ -297,6 +297,15 @@ def prompts_in(raw: bytes, most: int) -> list[bytes]:
     if len(prompts) > most:
         raise _too_many(most)
     return prompts if len(prompts) > 1 else []
+
+
+def _lenient_texts(raw: bytes) -> list[bytes]:
+    """Texts that only Python's reader takes, with lone surrogates in them; empty where it does not either."""
+    try:
+        found: Any = json.loads(raw) if len(raw) <= _LENIENT_BYTES else []
+    except (ValueError, RecursionError):
+        return []
+    return [json.dumps(text).encode() for text in found] if all(isinstance(text, str) for text in found) else []
 
 
 def only_prompt(raw: bytes) -> bytes:

@@ -23,12 +23,12 @@ from starlette.routing import Route
 from layerflow.config.proxy import InstanceAddress, ProxySettings, instance_addresses
 from layerflow.errors import ProxyError
 from layerflow.proxy.answers import ClientGone, ClientResponse, Send, error_body
-from layerflow.proxy.context import AbortReason, OpenRequest, ProxyContext
+from layerflow.proxy.context import AbortReason, BodyShare, OpenRequest, ProxyContext
 from layerflow.proxy.instances import Instance, InstanceRole
 from layerflow.proxy.legs import engine_headers, passed_on
 from layerflow.proxy.metaserver import read_posted
 from layerflow.proxy.orders import serve
-from layerflow.proxy.request import CHAT, COMPLETIONS, NOT_JSON, read_request, request_id_of
+from layerflow.proxy.request import CHAT, COMPLETIONS, NOT_JSON, header, read_request, request_id_of
 
 # Bodies of requests, bounded in size and time, and of refusals.
 
@@ -38,39 +38,47 @@ _QUERY = "!$&'()*+,;=:@/?%"  # RFC 3986, and what is quoted already
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
-async def read_body(receive: Receive, settings: ProxySettings, most: int | None = None) -> bytes:
+async def read_body(receive: Receive, settings: ProxySettings, share: BodyShare, most: int | None = None) -> bytes:
     """The request's body.
 
+    :param share: its share of what all bodies may have; it goes on after this.
     :param most: bytes that it may have, if not ``max_request_bytes``.
-    :raises ProxyError: it is too large, or does not come.
+    :raises ProxyError: it is too large, does not come, or there is no room for it.
     :raises ClientGone: the client left.
     """
     most = min(most or settings.max_request_bytes, settings.max_request_bytes)
     content = bytearray()
     while True:
-        try:
-            with anyio.fail_after(settings.idle_timeout_s):
-                message = await receive()
-        except TimeoutError:
-            raise ProxyError(f"the request's body did not come in {settings.idle_timeout_s:g} s", 408) from None
+        with anyio.move_on_after(settings.idle_timeout_s) as share.waiting:
+            message = await receive()
+        if share.waiting.cancelled_caught and not share.given_up:
+            raise ProxyError(f"the request's body did not come in {settings.idle_timeout_s:g} s", 408)
+        if share.given_up:
+            raise ProxyError(
+                "the request's body was coming for longer than others when the proxy had no room left", 503
+            )
         if message["type"] == "http.disconnect":
             raise ClientGone("while it sent its request")
-        content += message.get("body", b"")
+        piece = message.get("body", b"")
+        share.add(len(piece))
+        content += piece
         if len(content) > most:
             which = " (proxy.max_request_bytes)" if most == settings.max_request_bytes else ""
             raise ProxyError(f"the request is larger than {most} bytes{which}", 413)
         if not message.get("more_body"):
+            share.complete()
             return bytes(content)
 
 
-async def read_small_body(receive: Receive, settings: ProxySettings) -> bytes:
+async def read_small_body(receive: Receive, context: ProxyContext) -> bytes:
     """The same for a path that has no stream to end: at most 4 MiB, and all of it within ``idle_timeout_s``.
 
     :raises ProxyError: also where the client left.
     """
+    settings = context.settings
     try:
-        with anyio.fail_after(settings.idle_timeout_s):
-            return await read_body(receive, settings, _SMALL_BYTES)
+        with anyio.fail_after(settings.idle_timeout_s), context.bodies.share() as share:
+            return await read_body(receive, settings, share, _SMALL_BYTES)
     except TimeoutError:
         raise ProxyError(f"the request's body did not come in {settings.idle_timeout_s:g} s", 408) from None
     except ClientGone as gone:
@@ -109,8 +117,9 @@ def check_operator(request: Request, token: str) -> None:
         return
     if not token:
         raise ProxyError("this path answers on the proxy's admin socket only, until proxy.admin_token is set", 403)
-    given = request.headers.get("authorization", "").removeprefix("Bearer ")
-    if not hmac.compare_digest(given.encode(), token.encode()):
+    given = (header(request.headers.raw, b"authorization") or "").removeprefix("Bearer ")
+    # The bytes that came: what is not ASCII in a token has no encoding in HTTP, and clients send UTF-8.
+    if not hmac.compare_digest(given.encode("latin-1"), token.encode()):
         raise ProxyError("this path needs the bearer token of proxy.admin_token", 401)
 
 
@@ -175,7 +184,7 @@ class Admin:
 
     async def _read(self, request: Request) -> tuple[InstanceRole, list[InstanceAddress]]:
         check_operator(request, self._context.settings.admin_token)
-        raw = await read_small_body(request.receive, self._context.settings)
+        raw = await read_small_body(request.receive, self._context)
         try:
             asked: Any = msgspec.json.decode(raw)
             role = InstanceRole(asked["type"])
@@ -218,12 +227,12 @@ class Completions:
             failure: ProxyError | None = None
             gone = False
             with anyio.CancelScope(deadline=anyio.current_time() + settings.request_timeout_s) as working:
-                with self._context.opened(working) as opened:
+                with self._context.opened(working) as opened, self._context.bodies.share() as share:
                     try:
                         if self._context.draining:
                             raise ProxyError("the proxy is stopping; ask another one", 503)
-                        raw = await read_body(receive, settings)
-                        tasks.start_soon(_watch, receive, opened)
+                        raw = await read_body(receive, settings, share)
+                        tasks.start_soon(_watch, receive, opened, response)
                         request = read_request(self._path, headers, raw, request_id, settings.max_prompts)
                         await serve(self._context, request, response)
                     except ProxyError as error:
@@ -261,10 +270,12 @@ def _cut_off(opened: OpenRequest, timeout_s: float) -> ProxyError:
     return ProxyError(f"the request took longer than {timeout_s:g} s (proxy.request_timeout_s)", 504)
 
 
-async def _watch(receive: Receive, opened: OpenRequest) -> None:
+async def _watch(receive: Receive, opened: OpenRequest, response: ClientResponse) -> None:
+    """End the request when its client leaves. A server says the same of a complete response: that ends nothing."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    opened.end(AbortReason.CLIENT_GONE)
+    if not response.complete:
+        opened.end(AbortReason.CLIENT_GONE)
 
 
 # What the proxy tells of itself and of its engines: health, metrics, models. Only operators are told addresses.
@@ -361,7 +372,7 @@ class MetaserverRoute:
         decoding = self._context.metaserver.find(request.path_params.get("ticket", ""))
         if decoding is None:
             raise ProxyError("no open request has this address: it has ended, or never came through this proxy", 404)
-        raw = await read_small_body(request.receive, self._context.settings)
+        raw = await read_small_body(request.receive, self._context)
         posted = read_posted(raw)
         name = posted["request_id"]
         child = decoding.child(name)
