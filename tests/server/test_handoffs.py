@@ -282,9 +282,33 @@ def test_a_save_that_is_given_up_fails_its_readers_blocks_at_once(pair: Pair) ->
     step.close(False)
     assert following.finish() == 0
     assert following.run.failed == {0: set(range(25))}, "every block, and no others"
-    assert pair.p_control.watch_handoff("h", PATIENCE_S).state == "failed"
+    pair.p_control.end_handoff("h", tokens=TOKENS)  # and no step has saved it again
+    state = pair.p_control.watch_handoff("h", PATIENCE_S)
+    assert state.state == "failed" and "did not save 7 of its objects (a save of it was given up: " in state.reason
     again = pair.d_lookups.wait(pair.ask("h", chain), PATIENCE_S)
     assert again is not None and not again.following and again.reason.startswith("failed")
+    assert eventually(pair.balanced)
+
+
+@pytest.mark.parametrize("room", ["taken", "reserved"])
+def test_a_save_that_is_given_up_fails_no_hand_off_whose_engine_saves_the_same_later(pair: Pair, room: str) -> None:
+    """Another request of its engine has stored the same prefix first, and is aborted."""
+    chain = pair.p.prompt(TOKENS)
+    other = pair.p.admit(chain, look=False)
+    if room == "taken":
+        assert pair.p_control.open_handoff("h", chain, len(chain))
+    step = pair.p.agent.open_step([other.request()])
+    if room == "reserved":
+        assert pair.p_control.open_handoff("h", chain, len(chain))
+    pair.p.agent.abort(other.name)
+    step.close(False)
+    assert pair.p.agent.wait_idle(other.name, 20)
+    following = Following(pair, "h", chain)
+    pair.p.serve(chain, look=False)
+    pair.p_control.end_handoff("h", tokens=TOKENS)
+    assert pair.p_control.watch_handoff("h", PATIENCE_S).state == "complete"
+    assert following.finish() == 0 and not following.run.failed
+    pair.p_control.release_handoff("h")
     assert eventually(pair.balanced)
 
 
@@ -302,8 +326,45 @@ def test_room_that_a_reader_still_reads_is_not_given_to_others(pair: Pair) -> No
     step.close(False)
     pair.p.agent.wait_idle(run.name, 20)
     # D's step has not ended: the loads have failed, and it was not asked yet.
-    assert pair.p_control.watch_handoff("h", PATIENCE_S).state == "failed"
     assert following.finish() == 0 and following.run.failed
+    second = Following(pair, "h", chain)
+    pair.p.serve(chain, look=False)
+    pair.p_control.end_handoff("h", tokens=TOKENS)
+    assert pair.p_control.watch_handoff("h", PATIENCE_S).state == "complete", "it had room again"
+    assert second.finish() == 0 and not second.run.failed
+    pair.p_control.release_handoff("h")
+    pair.d_lookups.drop_lease("D-h")
+    assert eventually(pair.balanced)
+
+
+@pytest.fixture
+def second_prefiller(pair: Pair) -> Iterator[KnownWorker]:
+    made = KnownWorker(pair.server.endpoint, spec=pair.spec, engine="Q", context=pair.server.context)
+    yield made
+    made.agent.close()
+
+
+@pytest.mark.parametrize("hands_over", [False, True])
+def test_prefill_engines_store_a_common_prefix_once_whoever_comes_first(
+    pair: Pair, second_prefiller: KnownWorker, hands_over: bool
+) -> None:
+    """The one that has opened its hand-off first has its prompt in a queue, perhaps for long."""
+    q, chain = second_prefiller, pair.p.prompt(TOKENS)
+    assert pair.p_control.open_handoff("first", chain, len(chain))
+    following = Following(pair, "first", chain)
+    q_control = Control(pair.server.endpoint, "Q", pair.spec, context=pair.server.context)
+    if hands_over:
+        assert q_control.open_handoff("second", chain, len(chain))
+    q.serve(chain, look=False)
+    if hands_over:
+        q_control.end_handoff("second", tokens=TOKENS)
+        assert q_control.watch_handoff("second", PATIENCE_S).state == "complete"
+    assert following.finish() == 0 and not following.run.failed, "it is all that its reader waits for"
+    pair.p_control.end_handoff("first", tokens=TOKENS)
+    assert pair.p_control.watch_handoff("first", PATIENCE_S).state == "complete"
+    for name in ("first", "second"):
+        q_control.release_handoff(name)
+    q_control.close()
     assert eventually(pair.balanced)
 
 

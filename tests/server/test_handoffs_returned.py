@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from unittest.mock import Mock
 
 import pytest
@@ -67,13 +67,17 @@ class Arena:
             except StopIteration as ended:
                 return str(ended.value)
 
-    def store(self, name: str, prompt: Prompt) -> None:
+    def take(self, objects: Sequence[NewObject], engine: str = "P") -> dict[bytes, int]:
+        """A step of an engine that loads none of these saves them."""
+        return self.handoffs.take_reservations(engine, objects, ("step", 1, 1), loads=lambda key: False)
+
+    def store(self, name: str, prompt: Prompt, engine: str = "P") -> None:
         """A step saves all of it, and its engine ends it."""
         for new in prompt.all.values():
-            assert self.handoffs.take_reservations("P", [new], ("step", 1, 1))
+            assert self.take([new], engine)
         self.pool.commit(prompt.keys, ("step", 1, 1))
         self.handoffs.stored(prompt.keys, 0.0)
-        self.handoffs.end(name, "P", prompt.tokens, "", 0.0)
+        self.handoffs.end(name, engine, prompt.tokens, "", 0.0)
 
     def turns(self) -> int:
         """Do what was put off until there is none; how often."""
@@ -179,7 +183,7 @@ def test_what_is_still_to_be_given_back_is_nobodys_hand_off(arena: Arena) -> Non
     assert arena.open("h", prompt) == ""
     arena.handoffs.end("h", "P", 0, "its engine was stopped", 0.0)
     saved, lost, late = prompt.keys[0], prompt.keys[1], prompt.keys[2]
-    assert arena.handoffs.take_reservations("P", [prompt.all[saved], prompt.all[lost]], ("step", 1, 1)).keys() == {
+    assert arena.take([prompt.all[saved], prompt.all[lost]]).keys() == {
         saved,
         lost,
     }
@@ -206,7 +210,7 @@ def test_saves_that_begin_within_the_grace_take_as_long_as_any(arena: Arena, all
     arena.handoffs.end("h", "P", prompt.tokens, "", 10.0)
     assert arena.handoffs.due(handoff) == 10.0 + registry.ENDED_GRACE_S
     for new in [*prompt.all.values()][: None if all_of_it else -1]:
-        assert arena.handoffs.take_reservations("P", [new], ("step", 1, 1))
+        assert arena.take([new])
     arena.handoffs.expire(10.0 + registry.ENDED_GRACE_S)
     if not all_of_it:
         assert handoff.story() == "failed: its engine ended it and did not save 1 of its objects"
@@ -215,6 +219,60 @@ def test_saves_that_begin_within_the_grace_take_as_long_as_any(arena: Arena, all
     arena.pool.commit(prompt.keys, ("step", 1, 1))
     arena.handoffs.stored(prompt.keys, 12.0)
     assert handoff.status is HandoffStatus.COMPLETE
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_room_of_one_that_is_over_is_kept_for_another_engines(arena: Arena, ended: bool) -> None:
+    """Two engines have the same prompt; the first one's is given up in its queue."""
+    prompt = Prompt()
+    assert arena.open("first", prompt) == ""
+    assert arena.open("second", prompt, engine="Q") == ""
+    second = arena.handoffs.get("second")
+    assert second is not None
+    if ended:
+        arena.handoffs.end("second", "Q", prompt.tokens, "", 10.0)
+    arena.handoffs.release("first", 0.0)
+    arena.turns()
+    if ended:
+        arena.handoffs.expire(10.0 + registry.ENDED_GRACE_S)
+        assert second.story() == f"failed: its engine ended it and did not save {COUNT} of its objects"
+    else:
+        arena.store("second", prompt, engine="Q")
+        assert second.status is HandoffStatus.COMPLETE
+        arena.handoffs.release("second", 0.0)
+    arena.turns()
+    figures = arena.pool.statistics()
+    assert (arena.kept, figures.pinned, figures.half_written) == (0, 0, 0)
+
+
+def test_an_engine_leaves_room_to_the_one_that_it_loads_from(arena: Arena) -> None:
+    """Its step would wait for itself: what it saves lies behind what it loads."""
+    prompt = Prompt()
+    assert arena.open("h", prompt) == ""
+    loaded, saved = prompt.keys[:2]
+    taken = arena.handoffs.take_reservations(
+        "D", [prompt.all[loaded], prompt.all[saved]], ("step", 2, 1), loads=lambda key: key == loaded
+    )
+    assert taken.keys() == {saved}
+    assert arena.take([prompt.all[loaded]]).keys() == {loaded}
+
+
+def test_without_room_to_save_it_again_one_fails(arena: Arena) -> None:
+    prompt = Prompt()
+    assert arena.open("h", prompt) == ""
+    handoff = arena.handoffs.get("h")
+    assert handoff is not None
+    assert len(arena.take([*prompt.all.values()])) == COUNT
+    arena.pool.revoke(prompt.keys, ("step", 1, 1))
+    while arena.pool.reserve([NewObject(os.urandom(24), NBYTES, 1, 16)], "saves")[0].outcome is ReserveStatus.RESERVED:
+        pass
+    arena.handoffs.lost(prompt.keys, "a late deadline")
+    assert (
+        handoff.story() == "failed: a save of it was given up: a late deadline; the arena has no room to save it again"
+    )
+    arena.turns()
+    assert arena.kept == 0
+    arena.pool.validate()
 
 
 def test_an_opening_that_is_cut_off_keeps_nothing(arena: Arena) -> None:

@@ -60,7 +60,7 @@ class IncomingJob:
     :param layers: the model's layer numbers, as the core knows them.
     :param left: positions whose room in the arena is still reserved: neither published nor given back.
     :param done: nothing of it comes any more.
-    :param leases: what others than loads want of it, by owner.
+    :param leases: what others than loads want of it, by owner. :param readers: engines whose steps load some of it.
     """
 
     number: int
@@ -70,6 +70,7 @@ class IncomingJob:
     left: set[int]
     done: bool = False
     leases: dict[Owner, IncomingLease] = field(default_factory=dict)
+    readers: set[str] = field(default_factory=set)
 
     @property
     def owner(self) -> Owner:
@@ -532,6 +533,11 @@ class IncomingSaves(IncomingSource):
             events.append(FollowOpened(job.number, job.layers, len(unclaimed)))
         self._incoming.emit(events)
 
+    def awaited_by(self, engine: str, key: bytes) -> bool:
+        """Return whether a step of this engine has loaded an object from where it is still to be stored, or is to."""
+        held = self._held.get(key)
+        return held is not None and engine in held[0].readers
+
     # Other servers -------------------------------------------------------------------------------
 
     def lend(
@@ -574,6 +580,7 @@ class IncomingSaves(IncomingSource):
             job.left.difference_update(mine)
             saved = {key: parts[key] for key in mine.values()}
             heir = self._begin(saved, job.layers)
+            heir.readers |= job.readers
             events += self._incoming.divide(job, heir, saved)
             opened = _opened(heir, saved, group, step, leased=bool(heir.leases))
             events += [opened, FollowMoved(job.number, tuple(mine), heir.number)]

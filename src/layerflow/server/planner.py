@@ -138,6 +138,7 @@ def plan_loads(
                 stored.append(0)
                 continue
             if coming is not None:
+                coming.job.readers.add(session.engine)
                 needs.append(Need(coming.job.number, coming.position, blocks, blocks + count))
             if place is not None and place.pieces:
                 boxes, pieces = zip(*place.pieces, strict=True)
@@ -326,7 +327,9 @@ def plan_step(
         bad=bad,
         replicas=replicas,
         unclaimed=unclaimed,
-        take_reservations=functools.partial(handoffs.take_reservations, session.engine),
+        take_reservations=functools.partial(
+            handoffs.take_reservations, session.engine, loads=functools.partial(follows.awaited_by, session.engine)
+        ),
     )
     opened = StepOpened(
         session.number,

@@ -97,6 +97,8 @@ class HandoffRecord:
     :param parts_held: of the model, that they hold; see :func:`layerflow.keys.covered_by`.
     :param pending: keys of it that are not stored.
     :param reserved_here: those of them that this hand-off keeps room for.
+    :param reserved_there: those that another hand-off keeps room for, until a step saves them.
+    :param given_up: why a save of it was given up last; empty = none was.
     :param stored_by_others: those that somebody else brings into the arena, whose end nobody tells of.
     :param ended: its engine computes nothing more of it.
     :param parts: how many other servers keep parts of it that are not complete.
@@ -123,9 +125,16 @@ class HandoffRecord:
     parts_held: set[bytes] = field(default_factory=set)
     pending: set[bytes] = field(default_factory=set)
     reserved_here: set[bytes] = field(default_factory=set)
+    reserved_there: set[bytes] = field(default_factory=set)
+    given_up: str = ""
     stored_by_others: set[bytes] = field(default_factory=set)
     watchers: dict[Told, None] = field(default_factory=dict)
     charge: Charge | None = None
+
+    @property
+    def unsaved(self) -> int:
+        """How many of its objects have room, and no step has begun to save them."""
+        return len(self.reserved_here) + len(self.reserved_there)
 
     @property
     def owner(self) -> Owner:
@@ -242,12 +251,14 @@ def model_mismatch(mine: ModelSpec, theirs: ModelSpec) -> str:
 class Reserved(NamedTuple):
     """Keys of a hand-off's objects.
 
-    :param pending: those that are not stored yet. :param reserved_here: those of them with room that is reserved here.
+    :param pending: those that are not stored yet. The others are some of them.
+    :param reserved_here: with room that is reserved here. :param reserved_there: for which another hand-off keeps room.
     :param stored_by_others: those whose writer does not report its end.
     """
 
     pending: set[bytes]
     reserved_here: set[bytes]
+    reserved_there: set[bytes]
     stored_by_others: set[bytes]
 
 
@@ -268,13 +279,23 @@ def take(pool: Pool, owner: Owner, objects: Mapping[bytes, NewObject]) -> Reserv
         pool.transfer_pins(taking, owner, math.inf)
     finally:
         pool.release(taking)  # nobody else would: these pins have no end
-    pending = {new.key for new in missing}
     reserved = zip(missing, room, strict=True)
     reserved_here = {new.key for new, place in reserved if place.outcome is ReserveStatus.RESERVED}
-    return Reserved(pending, reserved_here, {key for key in pending - reserved_here if not _is_told(pool, key)})
+    pending = {new.key for new in missing}
+    by_writer = sort_by_writer(pool, pending - reserved_here)
+    return Reserved(pending, reserved_here, *by_writer)
 
 
-def _is_told(pool: Pool, key: bytes) -> bool:
-    """Steps tell of the end of what they save, and another hand-off keeps room for it until one does."""
-    writer = pool.writer(key)
-    return isinstance(writer, tuple) and writer[0] in ("step", "handoff")
+def sort_by_writer(pool: Pool, keys: Iterable[bytes]) -> tuple[set[bytes], set[bytes]]:
+    """Of objects that somebody else is to store: those that a hand-off keeps room for, and those of whose end nobody
+    tells. Of the others, steps tell.
+    """
+    reserved_there, untold = set(), set()
+    for key in keys:
+        writer = pool.writer(key)
+        kind = writer[0] if isinstance(writer, tuple) else None
+        if kind == "handoff":
+            reserved_there.add(key)
+        elif kind != "step":
+            untold.add(key)
+    return reserved_there, untold

@@ -19,7 +19,7 @@ import structlog
 
 from layerflow.expiring import ExpiringSet, ExpiryHeap
 from layerflow.observe.logs import LogRateLimiter
-from layerflow.pool.base import NewObject, Owner, Pool
+from layerflow.pool.base import NewObject, Owner, Pool, ReserveStatus
 from layerflow.server.account import Charge
 from layerflow.server.handoffs.handoff import (
     REMEMBERED,
@@ -28,6 +28,7 @@ from layerflow.server.handoffs.handoff import (
     HandoffStatus,
     Prompt,
     Told,
+    sort_by_writer,
     take,
 )
 from layerflow.server.mailboxes import SLICE_S, Answer, Slices
@@ -309,40 +310,51 @@ class Handoffs:
             handoff.keep(few)
             handoff.pending |= taken.pending
             handoff.reserved_here |= taken.reserved_here
-            handoff.stored_by_others |= taken.stored_by_others
-            if taken.stored_by_others:
-                self._stored_by_others[handoff] = None
+            handoff.reserved_there |= taken.reserved_there
+            self._look_after(handoff, taken.stored_by_others)
             for key in taken.pending:
                 self._waiting.setdefault(key, []).append(handoff)
             yield
         return ""
 
-    def take_reservations(self, engine: str, objects: Sequence[NewObject], owner: Owner) -> dict[bytes, int]:
-        """A step of this engine saves these: of those for which a hand-off of it keeps room, the offset in the arena.
+    def take_reservations(
+        self, engine: str, objects: Sequence[NewObject], owner: Owner, *, loads: Callable[[bytes], bool]
+    ) -> dict[bytes, int]:
+        """A step saves these: of those for which a hand-off keeps room, the offset in the arena.
 
-        :param owner: the step's, whose room it is from now on.
+        Whichever engine's step comes first stores them for all hand-offs that wait for them: who has reserved the room
+        may have to wait long for its turn, in its engine. What an engine is to load from another one's hand-off it
+        leaves to that one.
+
+        :param engine: the step's. :param owner: the step's, whose room it is from now on.
+        :param loads: does that engine wait for an object that is still to be stored?
         """
         found: dict[bytes, int] = {}
         for new in objects:
-            for handoff in self._waiting.get(new.key, ()):
-                if new.key in handoff.reserved_here and handoff.engine == engine:
-                    offset = self._pool.take_reservation(new, handoff.owner, owner)
-                    if offset is not None:
-                        self._drop_room(handoff, new.key)
-                        found[new.key] = offset
-                    break
+            waiting = self._waiting.get(new.key, ())
+            handoff = next((each for each in waiting if new.key in each.reserved_here), None)
+            if handoff is None or (handoff.engine != engine and loads(new.key)):
+                continue
+            offset = self._pool.take_reservation(new, handoff.owner, owner)
+            if offset is not None:
+                found[new.key] = offset
+                for each in waiting:
+                    self._drop_room(each, new.key)
         return found
 
     def cancel_reservations(self, engine: str, keys: Iterable[bytes]) -> None:
         """A load of this engine brings these into the arena by itself: no room is kept for them any more."""
         for key in keys:
-            for handoff in self._waiting.get(key, ()):
-                if key in handoff.reserved_here and handoff.engine == engine:
-                    self._drop_room(handoff, key)
-                    self._revoke_reservations([key], handoff.owner, "its engine loads it from behind the arena")
+            waiting = self._waiting.get(key, ())
+            keeper = next((each for each in waiting if key in each.reserved_here), None)
+            if keeper is not None and keeper.engine != engine:
+                continue  # readers may follow what is to come there
+            if keeper is not None:
+                self._revoke_reservations([key], keeper.owner, "its engine loads it from behind the arena")
+            for handoff in waiting:
+                self._drop_room(handoff, key)
                 if self._waits(handoff, key):
-                    handoff.stored_by_others.add(key)
-                    self._stored_by_others[handoff] = None
+                    self._look_after(handoff, [key])
 
     def refuse(self, name: str, engine: str, why: str) -> str:
         """Tell who waits for a hand-off, and who asks for it later, that this engine does not open it: `why`, returned.
@@ -369,7 +381,7 @@ class Handoffs:
             self._close(handoff, HandoffStatus.FAILED, why)
             return
         handoff.ended = True
-        if handoff.reserved_here:
+        if handoff.unsaved:
             self._live.set(handoff, min(handoff.due, now + ENDED_GRACE_S))
         self._complete_if_done(handoff, now)
 
@@ -414,13 +426,19 @@ class Handoffs:
                 self._complete_if_done(handoff, now)
 
     def lost(self, keys: Iterable[bytes], reason: str) -> None:
-        """Note that these were being saved, and will not be stored."""
+        """Note that these were being saved, and this save of them was given up.
+
+        It may have been another request's: an engine that has not ended its hand-off may save them yet.
+        """
         if not self._waiting:
             return
+        lost: dict[HandoffRecord, list[bytes]] = {}
         for key in keys:
-            for handoff in list(self._waiting.get(key, ())):
+            for handoff in self._waiting.get(key, ()):
                 if self._waits(handoff, key) and key not in handoff.reserved_here:
-                    self._close(handoff, HandoffStatus.FAILED, f"a save of it was given up: {reason}")
+                    lost.setdefault(handoff, []).append(key)
+        for handoff, mine in lost.items():
+            self._keep_again(handoff, mine, f"a save of it was given up: {reason}")
 
     def purge(self, reason: str) -> None:
         """Nothing that is stored may be read any more."""
@@ -449,8 +467,9 @@ class Handoffs:
             match handoff.status:
                 case HandoffStatus.ANNOUNCED:
                     self._close(handoff, HandoffStatus.FAILED, "nobody opened it in time")
-                case HandoffStatus.OPEN if handoff.ended and handoff.reserved_here:
-                    why = f"its engine ended it and did not save {len(handoff.reserved_here)} of its objects"
+                case HandoffStatus.OPEN if handoff.ended and handoff.unsaved:
+                    story = f" ({handoff.given_up})" if handoff.given_up else ""
+                    why = f"its engine ended it and did not save {handoff.unsaved} of its objects{story}"
                     self._close(handoff, HandoffStatus.FAILED, why)
                 case HandoffStatus.OPEN:
                     why = f"it was not complete in time: {len(handoff.pending)} objects were not stored"
@@ -500,8 +519,36 @@ class Handoffs:
         here = [key for key, there in zip(stored_by_others, self._pool.lookup(stored_by_others), strict=True) if there]
         self.stored(here, now)
         gone = [key for key in handoff.stored_by_others if self._pool.writer(key) is None]
-        if gone and handoff.status is HandoffStatus.OPEN:
-            self._close(handoff, HandoffStatus.FAILED, f"{len(gone)} of its objects did not come from behind the arena")
+        if gone and handoff in self._live:
+            self._keep_again(handoff, gone, f"{len(gone)} of its objects did not come from behind the arena")
+
+    def _look_after(self, handoff: HandoffRecord, keys: Iterable[bytes]) -> None:
+        """Look from time to time what becomes of these, for nobody tells."""
+        handoff.stored_by_others.update(keys)
+        if handoff.stored_by_others:
+            self._stored_by_others[handoff] = None
+
+    def _keep_again(self, handoff: HandoffRecord, keys: Sequence[bytes], why: str) -> None:
+        """Reserve room once more for objects that nobody stores now: the hand-off's engine may save them yet.
+
+        :param why: it fails, where its engine has ended it or there is no room.
+        """
+        if handoff not in self._live:
+            return
+        if handoff.ended:
+            self._close(handoff, HandoffStatus.FAILED, why)
+            return
+        room = self._pool.reserve([handoff.objects[key] for key in keys], handoff.owner)
+        mine = {key for key, place in zip(keys, room, strict=True) if place.outcome is ReserveStatus.RESERVED}
+        handoff.reserved_here |= mine
+        if any(place.outcome in (ReserveStatus.FULL, ReserveStatus.TOO_LARGE) for place in room):
+            self._close(handoff, HandoffStatus.FAILED, f"{why}; the arena has no room to save it again")
+            return
+        handoff.given_up = why
+        reserved_there, untold = sort_by_writer(self._pool, set(keys) - mine)
+        handoff.reserved_there |= reserved_there
+        handoff.stored_by_others.difference_update(keys)
+        self._look_after(handoff, untold)
 
     def _complete_if_done(self, handoff: HandoffRecord, now: float) -> None:
         if handoff.ended and not (handoff.pending or handoff.parts) and handoff.status is HandoffStatus.OPEN:
@@ -555,11 +602,13 @@ class Handoffs:
             handoff.reserved_here.difference_update(piece)
             if reserved_here:
                 self._revoke_reservations(reserved_here, handoff.owner, why)
+                self.lost(reserved_here, why)
             self._pool.release(handoff.owner, list(reversed(piece)))
             self._pinned.discard(piece)
             if was_open:
                 self._pinned_open.discard(piece)
             yield
+        handoff.reserved_there.clear()
         handoff.stored_by_others.clear()
         if handoff.charge is not None:
             handoff.charge.release()
@@ -572,10 +621,11 @@ class Handoffs:
             yield
 
     def _drop_room(self, handoff: HandoffRecord, key: bytes) -> None:
-        """Note that a hand-off keeps no room for an object any more; with the last one its short grace is over."""
-        kept = len(handoff.reserved_here)
+        """Note that no room waits for a step that saves this object; with the last one a short grace is over."""
+        unsaved = handoff.unsaved
         handoff.reserved_here.discard(key)
-        if kept and not handoff.reserved_here and handoff.ended and handoff.status is HandoffStatus.OPEN:
+        handoff.reserved_there.discard(key)
+        if unsaved and not handoff.unsaved and handoff.ended and handoff.status is HandoffStatus.OPEN:
             self._live.set(handoff, handoff.due)
 
     def _waits(self, handoff: HandoffRecord, key: bytes) -> bool:
@@ -632,12 +682,13 @@ class Handoffs:
             del self._by_name[handoff.name]
 
     def _pass_on(self, new: NewObject, handoff: HandoffRecord) -> bool:
-        """Let another hand-off of the same engine that waits for the object keep its room."""
-        mine = [each for each in self._waiting.get(new.key, ()) if each.engine == handoff.engine]
-        other = next((each for each in mine if self._waits(each, new.key)), None)
+        """Let another hand-off that waits for the object keep its room; one that steps still come for, if there is."""
+        others = [each for each in self._waiting.get(new.key, ()) if self._waits(each, new.key)]
+        other = min(others, key=lambda each: each.ended, default=None)
         if other is None or self._pool.take_reservation(new, handoff.owner, other.owner) is None:
             return False
         other.reserved_here.add(new.key)
+        other.reserved_there.discard(new.key)
         return True
 
     def _tell(self, handoff: HandoffRecord) -> None:
