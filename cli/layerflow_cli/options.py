@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -135,6 +136,16 @@ def overrides(sets: Sequence[str], flags: Mapping[str, Any]) -> dict[str, Any]:
     for key in values.keys() & given.keys():
         raise ConfigError(f"--set {key} and the option for {key} are both given; keep one")
     return {**values, **given}
+
+
+def finite(parameter: typer.CallbackParam, value: float | None) -> float | None:
+    """An option's number, if it is one: ``nan`` is within every bound, and ``inf`` where there is none above.
+
+    :raises ConfigError: it is neither.
+    """
+    if value is not None and not math.isfinite(value):
+        raise ConfigError(f"{parameter.opts[-1]}: {value} is no number to work with")
+    return value
 
 
 def refuse_foreign(context: typer.Context, why: str, *names: str) -> None:

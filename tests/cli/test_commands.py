@@ -108,6 +108,15 @@ def test_version_and_bare_command():
         (["trace", "/nonexistent.lfr"], "cannot be read: No such file"),
         (["trace", "--last", "-5s"], "write a time such as"),
         (["status", "--http", "http://x", "--endpoint", "ipc:///x"], "give one"),
+        (["status", "--http", "http://x:abc"], "http://x:abc/status: no answer"),
+        (["status", "--watch", "--interval-s", "nan"], "--interval-s"),
+        (["status", "--watch", "--interval-s", "inf"], "--interval-s"),
+        (["plan", "--traffic", "nan"], "--traffic"),
+        (["bench", "overlap", "--compute-ms", "nan"], "--compute-ms: nan is no number"),
+        (["config", "--check", "/x", "--set", "pool.size=nonsense"], "--set: only --effective"),
+        (["config", "--starter", "--config", "/x"], "-c: only --effective"),
+        (["config", "--profile", "ascend", "--json"], "--json: --markdown, --starter, --profile and --check print no"),
+        (["config", "--set", "pool.size=1GiB"], "--set: only --effective"),
     ],
 )
 def test_refusals_are_one_line_and_exit_code_2(args, words):

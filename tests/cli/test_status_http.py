@@ -2,6 +2,7 @@
 
 import http.server
 import json
+import socket
 import threading
 
 import pytest
@@ -51,3 +52,20 @@ def test_another_machine_may_be_asked_through_a_proxy_of_the_environment(port, m
 def test_a_server_that_is_not_there_is_told():
     with HeldPort() as nobody, pytest.raises(SessionError, match="no answer"):
         fetch_http(nobody.url)
+
+
+def test_a_port_that_speaks_another_language_is_told():
+    """The control socket's, say."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            client, _ = listener.accept()
+            with client:
+                client.recv(1000)
+                client.sendall(b"\xff\0\0\0\0\0\0\0\1\x7f\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(SessionError, match="no answer"):
+            fetch_http(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        thread.join()

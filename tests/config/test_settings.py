@@ -268,6 +268,36 @@ def test_sizes_survive_formatting(nbytes):
     assert parse_size(format_size(nbytes)) == nbytes
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("server.http_host", "a..b"),
+        ("server.http_host", f"{'x' * 64}.de"),
+        ("server.http_host", "a b"),
+        ("server.http_host", "a\0b"),
+        ("proxy.host", "a..b"),
+        ("server.tcp_endpoint", "tcp://a..b:9470"),
+        ("server.tcp_endpoint", "tcp://0.0.0.0:70000"),
+        ("server.tcp_endpoint", f"tcp://0.0.0.0:{'9' * 5000}"),
+        ("peers.link_address", "a..b:1"),
+        ("peers.link_address", f"a:{'9' * 5000}"),
+        ("peers.link_advertise", "a..b:1"),
+    ],
+    ids=lambda text: text[:24],
+)
+def test_hosts_and_ports_that_can_be_none(refusal, key, value):
+    """Sockets would take the port modulo 65,536, and a look-up of the host fail as by a bug."""
+    curve = {"server.curve_secret_key_file": "/x", "server.curve_allowed_keys_file": "/y"}
+    (told,) = refusal(None, {**curve, key: value})
+    assert key in told and ("is no host" in told or "should be" in told)
+
+
+def test_hosts_and_ports_that_can_be():
+    given = {"curve_secret_key_file": "/x", "curve_allowed_keys_file": "/y"}
+    for endpoint in ("tcp://*:*", "tcp://[::1]:65535", "tcp://my_host.:1", "tcp://b\u00fccher.de:0"):
+        assert Settings(server={"tcp_endpoint": endpoint, "http_host": "::", **given}).server.tcp_endpoint == endpoint
+
+
 def test_private_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     endpoint = default_endpoint()

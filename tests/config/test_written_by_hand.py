@@ -42,6 +42,27 @@ class TestToml:
     """The error shows the line, and what it should be where that can be known."""
 
     @pytest.mark.parametrize(
+        "text",
+        [
+            "[proxy]\nadmin_token: s3cret",
+            '[proxy]\n"admin_token" = s3cret',
+            '[proxy]\nadmin_token "s3cret"',
+            "[proxy]\nadmin_token = s3cret",
+            'proxy = { admin_token = "s3cret",',
+            '[proxy]\nAdmin_Token := "s3cret"',
+            '[proxy]\nadmin_token = [\n"s3cret" x',
+            'pool.redis = { url = "redis://u:s3cret@h" x }',
+        ],
+    )
+    def test_no_line_that_may_have_a_secret_in_it_is_shown(self, toml: Toml, refusal: Refusal, text: str) -> None:
+        (told,) = refusal(toml(f"{text}\n"))
+        assert "s3cret" not in told and f"line {len(text.splitlines())}: " in told
+
+    def test_other_lines_beside_a_secret_are(self, toml: Toml, refusal: Refusal) -> None:
+        (told,) = refusal(toml('[proxy]\nadmin_token = "x"\nhost = localhost\n'))
+        assert 'text needs quotes: host = "localhost"' in told
+
+    @pytest.mark.parametrize(
         ("line", "words"),
         [
             ("size = 16GiB", 'size = 16GiB: text needs quotes: size = "16GiB"'),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import socket
 import threading
 import time
 import urllib.error
@@ -14,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from layerflow.connectors.vllm.pd import decoding
+from layerflow.connectors.vllm.pd import decoding, side
 from layerflow.connectors.vllm.pd.conventions.concurrent import query_answer
 from layerflow.connectors.vllm.pd.decoding import MOST_ANSWER_BYTES, HttpCall, HttpCalls
 from layerflow.connectors.vllm.pd.side import BootstrapServer
@@ -220,6 +222,51 @@ class TestBootstrap:
                 assert json.load(answer)["0"]["engine_id"] == "p0"
             with pytest.raises(urllib.error.HTTPError, match="404"):
                 urllib.request.urlopen(f"{url}/other", timeout=SOON_S)
+        finally:
+            server.close()
+
+    def test_a_crowd_that_says_nothing_keeps_few_threads_and_nobody_out(self) -> None:
+        server = BootstrapServer(0, lambda: query_answer({0: "p0"}, (), "i"), "127.0.0.1")
+        before = threading.active_count()
+        silent = []
+        try:
+            for _ in range(4 * side.MOST_QUESTIONS):
+                silent.append(socket.create_connection(("127.0.0.1", server.port), SOON_S))
+                silent[-1].sendall(b"G")
+            with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/query", timeout=SOON_S) as answer:
+                assert json.load(answer)["0"]["engine_id"] == "p0"
+            assert threading.active_count() - before <= 4 * side.MOST_QUESTIONS  # each has a timer beside it
+            for one in silent[: 3 * side.MOST_QUESTIONS]:
+                assert one.recv(1) == b"", "others have its place"
+        finally:
+            for one in silent:
+                one.close()
+            server.close()
+
+    def test_a_client_that_drips_has_a_time_in_all(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(side, "QUESTION_S", 0.3)
+        server = BootstrapServer(0, dict, "127.0.0.1")
+        try:
+            with socket.create_connection(("127.0.0.1", server.port), SOON_S) as slow, contextlib.suppress(OSError):
+                slow.settimeout(0.02)
+                for _ in range(round(SOON_S / 0.02)):
+                    slow.sendall(b"x")
+                    try:
+                        assert slow.recv(1) == b""
+                        break
+                    except TimeoutError:
+                        continue
+                else:
+                    pytest.fail("it may go on for as long as it likes")
+        finally:
+            server.close()
+
+    def test_descriptors_are_left_for_the_engine(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(side, "leaves", lambda *_: False)
+        server = BootstrapServer(0, dict, "127.0.0.1")
+        try:
+            with pytest.raises((urllib.error.URLError, ConnectionError)):
+                urllib.request.urlopen(f"http://127.0.0.1:{server.port}/query", timeout=SOON_S)
         finally:
             server.close()
 

@@ -12,7 +12,7 @@ import typer
 
 from layerflow.errors import ConfigError, LayerflowError
 from layerflow_cli.errors import LayerflowGroup
-from layerflow_cli.options import STANDARD_OUTPUT, JsonFile, assignments, backend_names
+from layerflow_cli.options import STANDARD_OUTPUT, JsonFile, assignments, backend_names, finite
 
 MEASUREMENTS = {
     "overlap": "How much of a transfer hides behind compute.",
@@ -62,9 +62,11 @@ def _bench(context: typer.Context) -> None:
 )
 def overlap(
     layers: Annotated[int, typer.Option(min=1, metavar="N", help="Layers of the model.")] = 60,
-    compute_ms: Annotated[float, typer.Option(min=0, metavar="MS", help="Compute of one forward pass.")] = 838.0,
+    compute_ms: Annotated[
+        float, typer.Option(min=0, callback=finite, metavar="MS", help="Compute of one forward pass.")
+    ] = 838.0,
     transfer_ms: Annotated[
-        float, typer.Option(min=0, metavar="MS", help="What the link needs for all layers.")
+        float, typer.Option(min=0, callback=finite, metavar="MS", help="What the link needs for all layers.")
     ] = 167.0,
     compute: Annotated[Literal["sleep", "matmul"], typer.Option(help="What stands in for attention.")] = "sleep",
     shape: Annotated[Literal["full", "compressed"], typer.Option(help="Of a layer's cache.")] = "full",
@@ -86,9 +88,12 @@ def overlap(
 )
 def pd(
     layers: Annotated[int, typer.Option(min=1, metavar="N", help="Layers of the model.")] = 60,
-    compute_ms: Annotated[float, typer.Option(min=0, metavar="MS", help="Compute of the prefiller's pass.")] = 838.0,
+    compute_ms: Annotated[
+        float, typer.Option(min=0, callback=finite, metavar="MS", help="Compute of the prefiller's pass.")
+    ] = 838.0,
     transfer_ms: Annotated[
-        float, typer.Option(min=0, metavar="MS", help="What the link needs for all layers, on each hop.")
+        float,
+        typer.Option(min=0, callback=finite, metavar="MS", help="What the link needs for all layers, on each hop."),
     ] = 167.0,
     servers: Annotated[int, typer.Option(min=1, max=2, metavar="N", help="1: both engines share one.")] = 1,
     options: Options = None,

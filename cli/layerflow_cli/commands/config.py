@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from layerflow.errors import ConfigError
-from layerflow_cli.options import ConfigFile, JsonFile, SettingItems, overrides
+from layerflow_cli.options import ConfigFile, JsonFile, SettingItems, overrides, refuse_foreign
 
 if TYPE_CHECKING:
     from layerflow.config.settings import ReferenceRow
@@ -86,6 +86,7 @@ def profile_file(name: str) -> str:
 
 
 def config(
+    context: typer.Context,
     section: Annotated[
         str | None, typer.Argument(metavar="[SECTION]", help="Only this section, e.g. transfer, or this key.")
     ] = None,
@@ -137,6 +138,10 @@ def config(
         raise ConfigError(
             "SECTION and --live choose among what is listed; leave --markdown, --starter, --profile and --check out"
         )
+    if any(others):
+        refuse_foreign(context, "--markdown, --starter, --profile and --check print no JSON", "json_file")
+    if not effective:
+        refuse_foreign(context, "only --effective prints what would be used", "file", "settings")
     if profile is not None:
         typer.echo(profile_file(profile), nl=False)
         return

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from layerflow.errors import ConfigError
-from layerflow_cli.options import Endpoint, JsonFile, backend_names
+from layerflow_cli.options import Endpoint, JsonFile, backend_names, finite
 from layerflow_cli.output_file import checked_folder
 
 
@@ -27,6 +27,7 @@ def demo(
         float | None,
         typer.Option(
             min=0,
+            callback=finite,
             metavar="X",
             help="Emulate a link of X GB/s between engine and pool; 0 = none. Default: one at which loading takes "
             "up to 40 % of a hit's compute here.",

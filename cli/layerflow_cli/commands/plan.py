@@ -25,7 +25,7 @@ from layerflow_cli.machine import (
     layer_cost,
     link_cost,
 )
-from layerflow_cli.options import JsonFile, refuse_foreign
+from layerflow_cli.options import JsonFile, finite, refuse_foreign
 
 if TYPE_CHECKING:
     from layerflow.sizing import Capacity, PlannedFile, Race
@@ -50,7 +50,9 @@ def plan(
     layer_us: LayerTime = None,
     traffic: Annotated[
         float | None,
-        typer.Option(min=0, max=1e15, metavar="N", help="New tokens a second that all engines together store."),
+        typer.Option(
+            min=0, max=1e15, callback=finite, metavar="N", help="New tokens a second that all engines together store."
+        ),
     ] = None,
     dtype: Annotated[
         str, typer.Option(metavar="NAME", help="What the model computes in, as vLLM's --dtype; float32 is halved.")

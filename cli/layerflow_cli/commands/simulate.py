@@ -28,6 +28,7 @@ from layerflow_cli.options import (
     JsonFile,
     RecordingsEnd,
     SettingItems,
+    finite,
     overrides,
     parse_duration,
     refuse_foreign,
@@ -80,7 +81,11 @@ def simulate(
     link_latency_us: Annotated[
         float | None,
         typer.Option(
-            min=0, max=1e9, metavar="US", help="What each load waits before it moves; of a recording, its own."
+            min=0,
+            max=1e9,
+            callback=finite,
+            metavar="US",
+            help="What each load waits before it moves; of a recording, its own.",
         ),
     ] = None,
     flops: Flops = None,

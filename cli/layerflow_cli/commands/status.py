@@ -8,6 +8,7 @@ import os
 import time
 import urllib.error
 from collections.abc import Callable, Iterator, Mapping
+from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -15,7 +16,7 @@ import typer
 
 from layerflow.endpoint import check_listened, default_endpoint, local_endpoint
 from layerflow.errors import ConfigError, LayerflowError, SessionError
-from layerflow_cli.options import STANDARD_OUTPUT, ConfigFile, Endpoint, JsonFile
+from layerflow_cli.options import STANDARD_OUTPUT, ConfigFile, Endpoint, JsonFile, finite
 
 TIMEOUT_S = 3.0
 
@@ -31,7 +32,9 @@ def status(
         bool, typer.Option("--all", help="Also each session, the limits, and the core's and the metrics' figures.")
     ] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C.")] = False,
-    interval_s: Annotated[float, typer.Option(min=0.1, metavar="S", help="Seconds between refreshes.")] = 1.0,
+    interval_s: Annotated[
+        float, typer.Option(min=0.1, max=86_400, callback=finite, metavar="S", help="Seconds between refreshes.")
+    ] = 1.0,
 ) -> None:
     """Show a running server: its workers, what they load and save, its pool and what lies behind it.
 
@@ -113,7 +116,7 @@ def fetch_http(url: str) -> dict[str, Any]:
             found = json.load(answer)
     except urllib.error.HTTPError as error:
         raise SessionError(f"{target}: answered {error.code} {error.reason}; is that a layerflow server?") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         why = getattr(error, "reason", error)
         raise SessionError(f"{target}: no answer ({why}); is `layerflow run` up, and its http_port this one?") from None
     if not isinstance(found, dict):

@@ -252,9 +252,12 @@ def prefill(pipe: Pipe, endpoint: str, workload: Workload) -> None:
 
 
 def _hear(pipe: Pipe) -> Any:
-    if not pipe.poll(WAIT_S):
-        raise LayerflowError("the prefill engine's process does not answer")
-    return pipe.recv()
+    try:
+        if pipe.poll(WAIT_S):
+            return pipe.recv()
+    except (EOFError, OSError):
+        raise LayerflowError("the prefill engine's process has ended; what it said last stands above") from None
+    raise LayerflowError("the prefill engine's process does not answer")
 
 
 def _report(found: Sequence[Shape], figures: dict[str, Any], json_file: Path | None, out: Path) -> int:

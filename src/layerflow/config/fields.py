@@ -69,6 +69,25 @@ def format_size(nbytes: int) -> str:
     return str(nbytes)
 
 
+def is_port(text: str) -> bool:
+    """Whether it is the number of a port, or 0 for any free one. Sockets take larger numbers modulo 65,536."""
+    return len(text) <= 5 and text.isdecimal() and int(text) <= 65535
+
+
+def host(value: str) -> str:
+    """`value` if it can be the name or the address of a host, as :func:`socket.getaddrinfo` takes it.
+
+    :raises ValueError: it can be none; a look-up would fail by other errors than those of a network.
+    """
+    try:
+        value.encode("idna")
+    except UnicodeError:
+        raise ValueError(f"{shown(value)} is no host: a label of a name is empty, or too long") from None
+    if not value.isprintable() or " " in value:
+        raise ValueError(f"{shown(value)} is no host: there is a blank in it, or what cannot be printed")
+    return value
+
+
 def address(value: str, scheme: str = "") -> str:
     """`value` if it is ``host:port`` after `scheme`.
 
@@ -77,6 +96,7 @@ def address(value: str, scheme: str = "") -> str:
     match = _ADDRESS.fullmatch(value.removeprefix(scheme))
     if not value.startswith(scheme) or match is None or not 0 < int(match[2]) <= 65535:
         raise ValueError(f'should be "{scheme}host:port"')
+    host(match[1].strip("[]"))
     return value
 
 

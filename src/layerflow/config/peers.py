@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, field_validator, model_validator
 
-from layerflow.config.fields import Real, Section, Whole, address, setting
+from layerflow.config.fields import Real, Section, Whole, address, host, is_port, setting
 from layerflow.endpoint import local_endpoint
 from layerflow.links import link_names, links
 
@@ -125,9 +125,10 @@ class PeersSettings(Section):
     @field_validator("link_address")
     @classmethod
     def _listens(cls, value: str) -> str:
-        host, _, port = value.rpartition(":")
-        if value and not (host and port.isdecimal() and int(port) <= 65535):
+        name, _, port = value.rpartition(":")
+        if value and not (name and is_port(port)):
             raise ValueError('should be "host:port", or "" for the host of server.tcp_endpoint')
+        host(name.strip("[]"))
         return value
 
     @field_validator("link")

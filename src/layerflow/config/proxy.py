@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import field_validator
 
-from layerflow.config.fields import PathText, Real, Section, Size, Whole, address, setting, shown
+from layerflow.config.fields import PathText, Real, Section, Size, Whole, address, host, setting, shown
 from layerflow.endpoint import local_endpoint
 
 Order = Literal["concurrent", "prefill-first", "decode-first"]
@@ -195,6 +195,11 @@ class ProxySettings(Section):
     def origins(self) -> tuple[str, ...]:
         """Return the origins of `allowed_origins`."""
         return tuple(re.findall(r"[^,\s]+", self.allowed_origins))
+
+    @field_validator("host")
+    @classmethod
+    def _listens(cls, value: str) -> str:
+        return host(value)
 
     @field_validator("admin_socket")
     @classmethod

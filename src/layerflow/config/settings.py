@@ -22,6 +22,8 @@ from layerflow.config.fields import (
     Size,
     Whole,
     format_size,
+    host,
+    is_port,
     parse_size,
     setting,
 )
@@ -219,10 +221,16 @@ class ServerSettings(Section):
     @field_validator("tcp_endpoint")
     @classmethod
     def _remote(cls, value: str) -> str:
-        host, _, port = value.removeprefix("tcp://").rpartition(":")
-        if value and not (value.startswith("tcp://") and host and (port == "*" or port.isdecimal())):
+        name, _, port = value.removeprefix("tcp://").rpartition(":")
+        if value and not (value.startswith("tcp://") and name and (port == "*" or is_port(port))):
             raise ValueError('should be "tcp://address:port", or "" for none')
+        host(name.strip("[]"))
         return value
+
+    @field_validator("http_host")
+    @classmethod
+    def _listens(cls, value: str) -> str:
+        return host(value)
 
     @model_validator(mode="after")
     def _consistent(self) -> ServerSettings:

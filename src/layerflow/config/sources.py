@@ -121,6 +121,7 @@ _NEAR = 0.75
 """Least similarity (difflib) of a name that is proposed instead of an unknown one."""
 _TOML_PLACE = re.compile(r"^(?P<what>.*) \(at line (?P<line>\d+), column \d+\)$")
 _ASSIGNMENT = re.compile(r"\s*(?P<key>[\w.-]+)\s*=\s*(?P<value>[^#]*?)\s*(?:#.*)?")
+_YAML_ADVICE = "that is YAML; TOML has key = value, and [section] above the keys of a section"
 _YAML = re.compile(r"\s*(?:- )?[\w.-]+\s*:(?:\s.*|)")
 
 
@@ -204,23 +205,32 @@ def _overlong(raw: Mapping[str, Any]) -> str:
 def _in_its_line(model: type[BaseModel], text: str, error: str) -> str:
     """The error of the parser with the line that it is about, and what to write there where that can be known.
 
-    A secret of the line is not told: the message may go to a log.
+    A secret is not told: the message may go to a log, and to the server's status.
     """
     place = _TOML_PLACE.match(error)
     if place is None:
         return error
     number = int(place["line"])
-    line = text.split("\n")[number - 1].strip()
-    assigned = _ASSIGNMENT.fullmatch(line)
-    if assigned is not None and assigned["value"] and assigned["key"].rpartition(".")[2] in _secrets(model):
-        line = f"{assigned['key']} = ***"
+    above, line = ["", *text.split("\n")][number - 1 : number + 1]
+    line = line.strip()
+    assigned, secrets = _ASSIGNMENT.fullmatch(line), _secrets(model)
+    if assigned is not None and assigned["key"].rpartition(".")[2] in secrets:
+        line = f"{assigned['key']} = {'***' if assigned['value'] else ''}".rstrip()
+    elif _names(line, secrets) or (assigned is None and _names(above, secrets)):
+        what = _YAML_ADVICE if _YAML.fullmatch(line) else place["what"]
+        return f"line {number}: {what} (the line is not shown: a secret may be in it)"
     return f"line {number}: {line}: {_mending(line) or place['what']}"
+
+
+def _names(line: str, keys: Container[str]) -> bool:
+    """Is one of these keys named anywhere in the line, however it is written?"""
+    return any(word in keys for word in re.findall(r"\w+", line.lower()))
 
 
 def _mending(line: str) -> str:
     """What is wrong with a line that is no TOML, and the line as it should be; "" where that is not known."""
     if _YAML.fullmatch(line):
-        return "that is YAML; TOML has key = value, and [section] above the keys of a section"
+        return _YAML_ADVICE
     found = _ASSIGNMENT.fullmatch(line)
     if found is None:
         return ""

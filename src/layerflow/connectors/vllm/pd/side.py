@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
 import secrets
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +40,7 @@ from layerflow.connectors.vllm.pd.prefilling import PrefillHandoff, Prefilling
 from layerflow.errors import ConfigError
 from layerflow.keys import Chain
 from layerflow.spec import ModelSpec, model_facts
+from layerflow.system.descriptors import FOR_HTTP, leaves
 
 if TYPE_CHECKING:
     from layerflow.agent.client import Inquiry
@@ -45,6 +49,66 @@ if TYPE_CHECKING:
 
 
 # ``GET /query`` of a prefill engine, for routers that ask for its name and decode engines that ask for its servers.
+
+
+MOST_QUESTIONS = 16
+"""That are answered at once. One more takes the place of the one that has been asking for longest."""
+QUESTION_S = 5.0
+"""From a connection to its end: the question is one line, and the answer is known."""
+
+
+class _QuestionServer(ThreadingHTTPServer):
+    """Has few threads and descriptors of the engine's process, for a moment each, whoever connects."""
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self._asking: dict[socket.socket, None] = {}  #: oldest first; under the lock
+        self._lock = threading.Lock()
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            oldest = next(iter(self._asking), None) if len(self._asking) >= MOST_QUESTIONS else None
+            # One that was cut off ends at once. Where that takes its time, new ones have to wait for it.
+            refused = len(self._asking) >= 2 * MOST_QUESTIONS or not leaves(request.fileno(), FOR_HTTP)
+            if not refused:
+                self._asking[request] = None
+        if oldest is not None:
+            _cut(oldest)
+        if refused:
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._ended(request)
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        # The handler's own time-out begins again with each byte.
+        timer = threading.Timer(QUESTION_S, _cut, (request,))
+        timer.daemon = True
+        try:
+            timer.start()
+            super().process_request_thread(request, client_address)
+        finally:
+            timer.cancel()
+            self._ended(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Tell of errors, but of clients that have gone."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
+    def _ended(self, request: socket.socket) -> None:
+        with self._lock:
+            self._asking.pop(request, None)
+
+
+def _cut(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it has ended
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class BootstrapServer:
@@ -69,14 +133,12 @@ class BootstrapServer:
             def log_message(self, format: str, *args: Any) -> None:
                 pass
 
-        Handler.timeout = 5.0  # a client that says nothing holds its thread no longer
         try:
-            self._server = ThreadingHTTPServer((host, port), Handler)
+            self._server = _QuestionServer((host, port), Handler)
         except OSError as error:
             raise ConfigError(
                 f"kv_connector_extra_config: pd: bootstrap_port = {port}: {error.strerror}; choose a free one"
             ) from error
-        self._server.daemon_threads = True
         self.port = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, name="layerflow-bootstrap", daemon=True)
         self._thread.start()
