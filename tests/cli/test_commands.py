@@ -112,7 +112,7 @@ def test_version_and_bare_command():
         (["status", "--watch", "--interval-s", "nan"], "--interval-s"),
         (["status", "--watch", "--interval-s", "inf"], "--interval-s"),
         (["plan", "--traffic", "nan"], "--traffic"),
-        (["bench", "overlap", "--compute-ms", "nan"], "--compute-ms: nan is no number"),
+        (["bench", "overlap", "--compute-ms", "inf"], "--compute-ms: inf is no number"),
         (["config", "--check", "/x", "--set", "pool.size=nonsense"], "--set: only --effective"),
         (["config", "--starter", "--config", "/x"], "-c: only --effective"),
         (["config", "--profile", "ascend", "--json"], "--json: --markdown, --starter, --profile and --check print no"),
