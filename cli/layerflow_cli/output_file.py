@@ -16,13 +16,16 @@ from layerflow.errors import ConfigError
 def checked_file(context: typer.Context, option: typer.CallbackParam, path: Path | None) -> Path | None:
     """As an option's callback: refuse, before anything is done, a file that could not be written at the end.
 
-    :raises ConfigError: it could not be, or a recording is there.
+    :raises ConfigError: it could not be, a recording is there, or another option writes it.
     """
     if path is not None and not context.resilient_parsing:
         name = option.opts[-1]
         try:
             if not _in_place(path):
-                _check_beside(Path(os.path.realpath(path)).parent)
+                place = Path(os.path.realpath(path))
+                _check_beside(place.parent)
+                if (other := context.meta.setdefault(__name__, {}).setdefault(place, name)) != name:
+                    raise ConfigError(f"{other} and {name} are both {path}: give each a file of its own")
         except OSError as error:
             raise _unwritable(name, path, error) from None
         _refuse_recording(name, path)

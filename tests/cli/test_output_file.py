@@ -50,6 +50,15 @@ def test_what_cannot_be_written_is_refused_before_the_work(
     assert not work and sorted(Path().rglob("*")) == there and len(Path("monday.lfr").read_bytes()) == 116
 
 
+def test_two_options_do_not_write_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("same").symlink_to("x")
+    curve = ("simulate", "t.jsonl", "--curve", "pool.size")
+    said = command_lines.refused(*curve, "--html", "x", "--json", "same")
+    assert "--html" in said and "--json" in said and "a file of its own" in said
+    assert "a file of its own" not in command_lines.refused(*curve, "--html", "/dev/null", "--json", "/dev/null")
+
+
 def test_a_folder_is_looked_at_and_not_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     assert "cannot be written" in command_lines.refused("trace", "x.lfr", "--out", str(tmp_path / "file"))
