@@ -166,6 +166,7 @@ def test_fifty_faults_at_random_moments(servers: Servers, tmp_path: Path) -> Non
         else:
             servers.serve(**on_disk)
         servers.attached(a, b)
+        servers.until(writes)
     servers.loads_again(a, b)
     print(f"\n50 faults, {len(took)} requests: {dict(kinds)}")
     print(f"answers took {statistics.median(took):.2f} s (median), {max(took):.2f} s at most")
