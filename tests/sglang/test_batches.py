@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from connectors.sglang_fakes import PAGE, SLOTS, PoolWorker
 from e2e.known import eventually
+from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -22,7 +24,8 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.server_args import ServerArgs
 
-from layerflow.connectors.sglang import LayerflowLinker, plugin
+from layerflow.connectors.sglang import LayerflowLinker, pages, plugin
+from layerflow.connectors.sglang.engine import EngineCache
 from layerflow.connectors.sglang.layout import KV
 from layerflow.connectors.sglang.linker import _Ready
 from layerflow.connectors.sglang.options import SglangOptions
@@ -97,11 +100,18 @@ class Engine:
         return {KV: row[first * PAGE : end * PAGE].to(torch.int64).numpy()}
 
     def compute(
-        self, *parts: tuple[Request, int], failed: Sequence[Request] = (), loading: Sequence[str] = (), **more: Any
+        self,
+        *parts: tuple[Request, int],
+        failed: Sequence[Request] = (),
+        loading: Sequence[str] = (),
+        between: Callable[[int], None] = lambda _: None,
+        ends: bool = True,
+        **more: Any,
     ) -> None:
         """Run a batch that computes these requests up to so many tokens.
 
-        :param failed: those whose loads have failed.
+        :param failed: those whose loads have failed. :param between: called before each layer.
+        :param ends: else it raises behind its second layer.
         """
         self.cache.linker.inflight_load_rids = list(loading)
         batch = SimpleNamespace(
@@ -123,6 +133,9 @@ class Engine:
             if whole:
                 self.worker.compute(self.hashes.of(request, 0, whole), self.slots_of(request, 0, whole))
         for layer in self.worker.layout.layers:
+            if layer == 2 and not ends:
+                return
+            between(layer)
             plugin.layer_done(None, SimpleNamespace(layer_id=layer))
         for request in failed:
             request.discard_output_reason = "its load has failed"
@@ -207,6 +220,81 @@ def test_new_weights_keep_a_batch_from_being_saved(engine: Engine) -> None:
     engine.insert(request, 20)
     engine.settle()
     assert engine.saved_bytes == 0
+
+
+def test_weights_that_are_replaced_under_a_batch_are_in_no_page_of_it(engine: Engine) -> None:
+    """Its pass may still run on the device: what layers compute from here on has old weights below it and new ones."""
+    plugin.hook_weights()
+    plugin.keep_cache(engine.linker)
+    seen: list[str] = []
+    cache: Any = SimpleNamespace(_agent=engine.worker.agent, _stale="")
+    engine.linker._cache.about_to_be_replaced = lambda: EngineCache.about_to_be_replaced(cache) or seen.append("told")  # type: ignore[method-assign]
+    engine.linker._cache.are_replaced = lambda: bool(seen)  # type: ignore[method-assign]
+    request = Request("r", range(100, 120), 1)
+
+    def replace(layer: int) -> None:
+        if layer == 1:
+            with suppress(Exception):  # there is no model to write to
+                SchedulerWeightUpdaterManager.update_weights_from_tensor(SimpleNamespace(), None)
+
+    try:
+        engine.compute((request, 20), between=replace)
+        engine.insert(request, 20)
+        engine.settle()
+    finally:
+        plugin.forget_cache(engine.linker)
+    assert seen == ["told"] and cache._stale
+    assert engine.stored(request, 5) == 0
+
+
+def test_nothing_reads_pools_whose_memory_goes(engine: Engine) -> None:
+    plugin.hook_weights()
+    plugin.keep_cache(engine.linker)
+    request = Request("r", range(100, 132), 1)
+    try:
+        engine.compute((request, 32))
+        engine.insert(request, 32)
+        with suppress(Exception):  # there is no memory saver
+            SchedulerWeightUpdaterManager.release_memory_occupation(SimpleNamespace(), None)
+        assert not engine.worker.agent.statistics().open_steps
+    finally:
+        plugin.forget_cache(engine.linker)
+    engine.settle()
+    assert engine.stored(request, 8) == 8
+
+
+def test_a_batch_that_was_not_ended_publishes_nothing(engine: Engine) -> None:
+    bad, good = Request("bad", range(100, 132), 1), Request("good", range(300, 332), 2)
+    engine.compute((bad, 32), ends=False)
+    engine.compute((good, 32))
+    assert eventually(lambda: not engine.worker.pages.under_way())
+    assert (engine.stored(bad, 8), engine.stored(good, 8)) == (0, 8)
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_where_the_thread_is_ahead_of_the_device_slots_are_asked_for_behind_the_launch(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, failed: bool
+) -> None:
+    """Layers leave in their order all the same, and verdicts on loads count."""
+    engine.worker.batches._at_once = False
+    asked: list[str] = []
+    fetch = pages.fetch_slots
+
+    def fetched(*args: Any) -> Callable[[], Any]:
+        slots = fetch(*args)
+        return lambda: asked.append("slots") or slots()
+
+    monkeypatch.setattr(pages, "fetch_slots", fetched)
+    monkeypatch.setattr(engine.worker.batches, "_written", lambda: asked.append("event"))
+    one, two = Request("one", range(100, 132), 1), Request("two", range(300, 332), 2)
+    engine.compute((one, 32), (two, 32), loading=["one"], failed=[one] * failed)
+    assert asked == ["event"] * len(engine.worker.layout.layers) + ["slots"]
+    assert eventually(lambda: not engine.worker.pages.under_way())
+    assert (engine.stored(one, 8), engine.stored(two, 8)) == (8 * (not failed), 8)
+    assert engine.worker.wrong_bytes(engine.hashes.of(two, 0, 8), engine.slots_of(two, 0, 8)) == 0
+    engine.insert(two, 32)
+    engine.settle()
+    assert engine.saved_bytes == engine.bytes_of(8 if failed else 16)
 
 
 def test_what_was_cached_or_loaded_is_not_read_again(engine: Engine) -> None:
@@ -321,6 +409,7 @@ class PagedTokenAllocatorOfTomorrow:
         ("known", {"disaggregation_mode": "prefill"}, {}, False),
         ("known", {"disaggregation_mode": "decode"}, {}, False),
         ("known", {"enable_two_batch_overlap": True}, {}, False),
+        ("known", {"elastic_ep_backend": "mooncake"}, {}, False),
         ("unknown", {}, {}, False),
     ],
 )
@@ -331,6 +420,11 @@ def test_when_pages_are_saved_by_layer(
     linker.options = SglangOptions(**options)
     if allocator == "unknown":
         linker._allocator = PagedTokenAllocatorOfTomorrow()
-    given = {"disaggregation_mode": "null", "enable_two_batch_overlap": False} | args
+    given = {"disaggregation_mode": "null", "enable_two_batch_overlap": False, "elastic_ep_backend": None} | args
     assert linker._saves_by_layer(SimpleNamespace(**given)) is by_layer
     assert set(given) <= set(ServerArgs.__struct_fields__)
+
+
+def test_every_way_to_replace_weights_is_hooked() -> None:
+    changes = {name for name in vars(SchedulerWeightUpdaterManager) if name.startswith("update_weights_from_")}
+    assert changes | {"begin_weight_update"} == set(plugin.WEIGHTS_CHANGE)

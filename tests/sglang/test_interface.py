@@ -311,7 +311,7 @@ def test_what_a_pass_leaves_is_saved_behind_its_own_stream(monkeypatch: pytest.M
     agent: Any = SimpleNamespace(device=device, memory=SimpleNamespace(device=DEVICE), record=device.record)
     cache._agent, cache.rank, cache.layout = agent, Shard(), None  # type: ignore[assignment]
     schedule, forward = machine.Stream(), machine.Stream()
-    args: Any = SimpleNamespace(enable_two_batch_overlap=False)
+    args: Any = SimpleNamespace(enable_two_batch_overlap=False, elastic_ep_backend=None)
     saves = backend.prefill_saves(cache, forward if overlap else None, args, SglangOptions())
     assert saves.by_layer
     with machine.stream(schedule):
@@ -324,10 +324,10 @@ def test_what_a_pass_leaves_is_saved_behind_its_own_stream(monkeypatch: pytest.M
     assert event.query()
 
 
-def test_two_batch_overlap_tells_of_no_layer() -> None:
+def test_passes_that_call_a_layer_more_than_once_tell_of_none() -> None:
     cache = engine.EngineCache.__new__(engine.EngineCache)
     cache._agent, cache.layout = SimpleNamespace(record=None), None  # type: ignore[assignment]
-    for overlap, wanted in ((True, True), (True, False), (False, False)):
-        args: Any = SimpleNamespace(enable_two_batch_overlap=overlap)
+    for overlap, elastic, wanted in ((True, None, True), (False, "mooncake", True), (False, None, False)):
+        args: Any = SimpleNamespace(enable_two_batch_overlap=overlap, elastic_ep_backend=elastic)
         assert not backend.prefill_saves(cache, None, args, SglangOptions(save_by_layer=wanted)).by_layer
-    assert "enable_two_batch_overlap" in ServerArgs.__struct_fields__
+    assert {"enable_two_batch_overlap", "elastic_ep_backend"} <= set(ServerArgs.__struct_fields__)

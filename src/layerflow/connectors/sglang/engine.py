@@ -18,7 +18,7 @@ from sglang.srt.runtime_context import get_lora, get_parallel
 from layerflow.agent import Agent
 from layerflow.connectors.common.loaded import LoadedWeights
 from layerflow.connectors.common.weights import START_WAIT_S, Weights, WeightsReading
-from layerflow.connectors.sglang.batch_saves import BatchSaves
+from layerflow.connectors.sglang.batch_saves import DRAIN_S, BatchSaves
 from layerflow.connectors.sglang.identity import arithmetic_of, checkpoint_of, loaded_modules
 from layerflow.connectors.sglang.layout import KV, SWA, layout_of
 from layerflow.connectors.sglang.options import SglangOptions
@@ -28,6 +28,8 @@ from layerflow.spec import Shard
 
 ATTACH_WAIT_S = 2.0
 """How long a start waits for a server. Later, the engine attaches when one comes."""
+
+REPLACING = "SGLang replaces the weights"
 
 log = structlog.get_logger("layerflow.sglang")
 
@@ -107,6 +109,17 @@ class EngineCache:
             log.warning("weights_changed", seen=change, effect="nothing is shared until the cache is flushed")
         return bool(self._stale)
 
+    def about_to_be_replaced(self) -> None:
+        """SGLang is about to write to the weights, perhaps while a batch computes: what is being saved may come of both
+        old and new ones. None of that is published, and nothing is shared until :meth:`rename`.
+        """
+        if self._agent is None:
+            return
+        self._agent.revoke(REPLACING)
+        if not self._stale:
+            self._stale = REPLACING
+            log.warning("weights_changed", seen=REPLACING, effect="nothing is shared until the cache is flushed")
+
     def rename(self) -> None:
         """SGLang's cache is empty: if the weights are others now, so are the keys from here on."""
         if self._agent is None or not self.are_replaced():
@@ -139,10 +152,14 @@ class EngineCache:
         with device.stream(stream):
             return agent.record()
 
-    def batch_saves(self, stream: Any, *, by_layer: bool) -> BatchSaves:
+    def batch_saves(
+        self, stream: Any, *, by_layer: bool, ask_late: bool = False, drain_s: float = DRAIN_S
+    ) -> BatchSaves:
         """The saves of this process's batches; there is an agent.
 
-        :param stream: that forward passes run on; None = the scheduler's own. :param by_layer: see :class:`BatchSaves`.
+        :param stream: that forward passes run on; None = the scheduler's own.
+        :param by_layer: see :class:`BatchSaves`. :param drain_s: likewise.
+        :param ask_late: on a device, what a batch saves is asked for behind its last layer; see there.
         """
         agent = self._agent
         assert agent is not None
@@ -152,6 +169,8 @@ class EngineCache:
             written=agent.record,
             passed=lambda: self.event(stream, and_current=True),
             by_layer=by_layer,
+            computes_at_once=not ask_late or agent.device.kind == "cpu",
+            drain_s=drain_s,
         )
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ from layerflow.connectors.sglang.batch_saves import (
     BatchSaves,
     frees_are_seen,
     full_attention_allocator,
-    layers_are_told,
+    untold_layers,
 )
 from layerflow.connectors.sglang.breaker import LoadBreaker
 from layerflow.connectors.sglang.engine import EngineCache
@@ -37,9 +37,12 @@ from layerflow.connectors.sglang.options import parse_options
 from layerflow.connectors.sglang.page_saves import PageSaves
 from layerflow.connectors.sglang.pages import BatchPages
 from layerflow.connectors.sglang.plugin import (
+    forget_cache,
     hook_batches,
     hook_events,
     hook_linker,
+    hook_weights,
+    keep_cache,
     unwatch_batches,
     watch_batches,
 )
@@ -47,6 +50,10 @@ from layerflow.connectors.sglang.saves import Saves
 from layerflow.errors import Unsupported
 
 PAGE_ADVICE = 64
+
+SHORT_DRAIN_S = 0.1
+"""How long SGLang's scheduler waits, where it frees a page, for a save that reads it. What is cut off then, and stays
+cached, is saved with its node."""
 
 log = structlog.get_logger("layerflow.sglang")
 
@@ -82,7 +89,7 @@ def _nothing() -> list[int]:
     return []
 
 
-_FENCES = ("finish_layer_wise_loading", "pages_freed")
+_FENCES = ("finish_layer_wise_loading", "pages_freed", "weights_change", "memory_goes")
 """Calls behind which SGLang takes it that nothing touches some slots any more."""
 
 
@@ -146,6 +153,8 @@ class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self._saves_by_layer(server_args):
             hook_batches()
             watch_batches(self)
+        hook_weights()
+        keep_cache(self)
         self._ready()
 
     def hook_failed(self, hook: str, subject: Any) -> None:
@@ -258,9 +267,22 @@ class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if allocator is self._allocator and self._attached is not None:
             self._attached.batches.let_go(pages)
 
+    @guarded(nothing)
+    def weights_change(self) -> None:
+        """SGLang is about to write to the weights. A batch may still be computing with them."""
+        self._cache.about_to_be_replaced()
+        self._are_replaced()
+
+    @guarded(nothing)
+    def memory_goes(self) -> None:
+        """SGLang is about to let go of memory: nothing reads or writes its pools any more when this returns."""
+        if self._attached is not None:
+            self._attached.saves.settle()
+
     def close(self) -> None:
         """Cut off what is under way, and hang up."""
         unwatch_batches(self)
+        forget_cache(self)
         attempt(self.reset, "close")
         if self.events is not None:
             self.events.close()
@@ -290,7 +312,7 @@ class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 breaker=self._breaker,
             )
             self.layer_done_counter.loads = loads
-            batches = cache.batch_saves(stream, by_layer=True)
+            batches = cache.batch_saves(stream, by_layer=True, ask_late=True, drain_s=SHORT_DRAIN_S)
             pages = PageSaves(agent, layout, batches)
             saves = Saves(agent, layout, pages, written=lambda: cache.event(stream))
             self._attached = _Ready(loads, saves, batches, pages)
@@ -324,8 +346,8 @@ class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
         reason = ""
         if not frees_are_seen(self._allocator):
             reason = f"it is not known when a {type(self._allocator).__name__} frees pages"
-        elif not layers_are_told(server_args):
-            reason = "with --enable-two-batch-overlap it is not known when a layer is written"
+        else:
+            reason = untold_layers(server_args)
         if reason:
             log.info("saves_by_node", reason=reason)
         return not reason

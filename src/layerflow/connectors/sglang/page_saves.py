@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from layerflow.agent.values import StepRequest
-from layerflow.connectors.sglang.batch_saves import BatchSaves
+from layerflow.connectors.sglang.batch_saves import BatchSaves, Begun
 from layerflow.connectors.sglang.layout import KV, PoolLayout
 
 if TYPE_CHECKING:
@@ -54,10 +54,29 @@ class PageSaves:
     def begin(self, computed: Iterable[ComputedPages]) -> None:
         """A batch is about to run. A page that is being saved already, of whichever request, is not saved twice.
 
+        :param computed: asked for as :meth:`.BatchSaves.begin` says.
         :raises SpecError: slots that the pool does not have.
         """
         self._forget_ended()
         self._loading.clear()
+        self._batches.begin(lambda: self._requests(computed))
+
+    def end(self, failed: Collection[str] = ()) -> None:
+        """The batch has run, or has been given to the device.
+
+        :param failed: requests whose loads have failed on some rank: nothing that was computed on them is published.
+        """
+        self._batches.end(lambda: {save for request, save in self._loading.items() if request in failed})
+        self._loading.clear()
+
+    def under_way(self, pages: Iterable[str] | None = None) -> set[str]:
+        """Names of the saves of these pages, or of all, that have not ended."""
+        self._forget_ended()
+        if pages is None:
+            return set(self._saves)
+        return {self._by_page[page] for page in pages if page in self._by_page}
+
+    def _requests(self, computed: Iterable[ComputedPages]) -> Begun:
         requests, held = [], []
         for pages in computed:
             left = [at for at, page in enumerate(pages.hashes) if page not in self._by_page]
@@ -69,22 +88,7 @@ class PageSaves:
                 held.append(request)
             else:
                 requests.append(request)
-        self._batches.begin(requests, held)
-
-    def end(self, failed: Collection[str] = ()) -> None:
-        """The batch has run, or has been given to the device.
-
-        :param failed: requests whose loads have failed on some rank: nothing that was computed on them is published.
-        """
-        self._batches.end({save for request, save in self._loading.items() if request in failed})
-        self._loading.clear()
-
-    def under_way(self, pages: Iterable[str] | None = None) -> set[str]:
-        """Names of the saves of these pages, or of all, that have not ended."""
-        self._forget_ended()
-        if pages is None:
-            return set(self._saves)
-        return {self._by_page[page] for page in pages if page in self._by_page}
+        return requests, held
 
     def _request(self, hashes: Sequence[str], slots: np.ndarray) -> StepRequest:
         name = f"pages-{next(self._numbers)}"

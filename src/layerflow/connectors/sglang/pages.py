@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,18 +31,32 @@ def page_hashes(
     return list(get_storage_hash_str(RadixKey(tokens[:whole], extra_key, cache_salt=cache_salt), prior, page_size=page))
 
 
-def page_slots(pool: Any, spans: Sequence[tuple[int, int, int]], page: int) -> list[np.ndarray]:
-    """Slots of requests' pages, int64, fetched from the device in one go.
+def fetch_slots(pool: Any, spans: Sequence[tuple[int, int, int]], page: int) -> Callable[[], list[np.ndarray]]:
+    """Fetch the slots of requests' pages from the device in one go. Asked for them, int64, this waits for the copy.
 
     :param pool: SGLang's request pool.
     :param spans: of each request: its row, its first page, and the end of its pages, the last of which may be a part
         of one.
     """
     rows = [pool.req_to_token[row, first * page : end * page : page] for row, first, end in spans]
-    starts = torch.cat(rows).to("cpu", torch.int64).numpy()
-    slots = (starts[:, None] + np.arange(page)).reshape(-1)
-    ends = np.cumsum([(end - first) * page for _, first, end in spans])
-    return np.split(slots, ends[:-1])
+    there = torch.cat(rows)
+    copied: Any = None
+    if there.device.type == "cpu":
+        here = there
+    else:
+        here = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
+        here.copy_(there, non_blocking=True)
+        copied = torch.get_device_module(there.device).Event()
+        copied.record()
+
+    def slots() -> list[np.ndarray]:
+        if copied is not None:
+            copied.synchronize()
+        starts = here.to(torch.int64).numpy()
+        ends = np.cumsum([(end - first) * page for _, first, end in spans])
+        return np.split((starts[:, None] + np.arange(page)).reshape(-1), ends[:-1])
+
+    return slots
 
 
 class PromptHashes:
@@ -81,24 +95,33 @@ class BatchPages:
         self._hashes = PromptHashes(page)
 
     def computed(self, batch: Any, loading: Collection[str]) -> Iterator[ComputedPages]:
-        """Tell the pages of a batch's requests that are whole once it has run.
+        """Tell the pages of a batch's requests that are whole once it has run. Their slots are fetched meanwhile.
 
         Not of those that only decode: the token that one of them computes with may still be on the device, so the hash
         of its page is not known.
 
         :param batch: SGLang's. :param loading: ids of its requests of which it loads some.
         """
-        if batch.forward_mode.name not in PROMPT_MODES:
-            return
-        decoding = {id(each) for each in batch.decoding_reqs or ()}
         requests, spans = [], []
-        for request, start, count in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=False):
-            first, end = start // self._page, (start + count) // self._page
-            if first < end and id(request) not in decoding and not _stays_out(request):
-                requests.append(request)
-                spans.append((request.kv.req_pool_idx, first, end))
-        slots = page_slots(self._pool, spans, self._page) if spans else []
-        for request, (_, first, end), taken in zip(requests, spans, slots, strict=True):
+        if batch.forward_mode.name in PROMPT_MODES:
+            decoding = {id(each) for each in batch.decoding_reqs or ()}
+            for request, start, count in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=False):
+                first, end = start // self._page, (start + count) // self._page
+                if first < end and id(request) not in decoding and not _stays_out(request):
+                    requests.append(request)
+                    spans.append((request.kv.req_pool_idx, first, end))
+        if not spans:
+            return iter(())
+        return self._computed(requests, spans, fetch_slots(self._pool, spans, self._page), frozenset(loading))
+
+    def _computed(
+        self,
+        requests: Sequence[Any],
+        spans: Sequence[tuple[int, int, int]],
+        slots: Callable[[], list[np.ndarray]],
+        loading: Collection[str],
+    ) -> Iterator[ComputedPages]:
+        for request, (_, first, end), taken in zip(requests, spans, slots(), strict=True):
             hashes = self._hashes.of(request, first, end)
             yield ComputedPages(request.rid, hashes, taken, loads=request.rid in loading)
 

@@ -72,6 +72,18 @@ def hook_backend() -> None:
         ),
     )
     hook_batches()
+    hook_weights()
+
+
+def hook_weights() -> None:
+    """Tell caches that SGLang is about to replace the weights, or to let go of the memory of its pools."""
+    updater = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+    _hook(
+        before=(
+            *((f"{updater}.{name}", weights_change) for name in WEIGHTS_CHANGE),
+            (f"{updater}.release_memory_occupation", memory_goes),
+        )
+    )
 
 
 def hook_batches() -> None:
@@ -208,6 +220,7 @@ def attach_manager(queue: Any, *args: Any, **kwargs: Any) -> None:
     if manager not in _managers:
         manager.attach(queue)
         _managers[:] = [manager]
+        keep_cache(manager)
         if manager.prefill is not None:
             watch_batches(manager)
 
@@ -238,6 +251,52 @@ def cache_emptied(succeeded: bool, *args: Any, **kwargs: Any) -> None:
 def cached_prefix(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What prefill has cached of a prompt is saved with its first batch: SGLang need not send it ahead of that."""
     return None if any(manager.prefill is not None for manager in _managers) else original(*args, **kwargs)
+
+
+# Weights and memory, for each cache of this process.
+
+WEIGHTS_CHANGE = (
+    "update_weights_from_disk", "update_weights_from_distributed", "update_weights_from_tensor",
+    "update_weights_from_ipc", "begin_weight_update",
+)  # fmt: skip
+
+
+class CacheKeeper(Protocol):
+    """Hears of what happens to this process's weights and pools, on its scheduler's thread."""
+
+    def weights_change(self) -> None:
+        """SGLang is about to write to the weights. A batch may still be computing with them."""
+        ...
+
+    def memory_goes(self) -> None:
+        """SGLang is about to let go of memory: nothing reads or writes its pools any more when this returns."""
+        ...
+
+
+_keepers: list[CacheKeeper] = []
+
+
+def keep_cache(keeper: CacheKeeper) -> None:
+    """From here on this one hears of weights and memory; see :func:`hook_weights`."""
+    _keepers.append(keeper)
+
+
+def forget_cache(keeper: CacheKeeper) -> None:
+    """This one hears of nothing any more."""
+    if keeper in _keepers:
+        _keepers.remove(keeper)
+
+
+def weights_change(*args: Any, **kwargs: Any) -> None:
+    """Weights are about to be written to."""
+    for keeper in _keepers:
+        keeper.weights_change()
+
+
+def memory_goes(*args: Any, **kwargs: Any) -> None:
+    """Memory is about to be let go of."""
+    for keeper in _keepers:
+        keeper.memory_goes()
 
 
 # Batches, for the transfer backend of a prefill engine, or for the linker of an ordinary one.

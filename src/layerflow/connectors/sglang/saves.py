@@ -104,14 +104,20 @@ class Saves:
             log.debug("save_failed", node=save.name, reason=reason)
         return not reason
 
-    def reset(self) -> None:
-        """Wait until nothing reads any more, for a moment; then cut off what still does. Forget all."""
+    def settle(self) -> None:
+        """Wait until nothing reads any more, for a moment; then cut off what still does. What has not begun, fails."""
+        for save in self._waiting:
+            save.request = None
         until = time.monotonic() + QUIET_S
         for name in [*self._pages.under_way(), *(save.name for save in self._waiting if save.opened)]:
             if not self._agent.wait_idle(name, max(0.0, until - time.monotonic())):
-                cut = self._agent.revoke("the engine has emptied its cache")
+                cut = self._agent.revoke("the engine needs its cache")
                 log.info("saves_cut_off", steps=cut)
-                break
+                return
+
+    def reset(self) -> None:
+        """As :meth:`settle`. Forget all."""
+        self.settle()
         self._agent.poll()
         self._waiting.clear()
         self._failed.clear()

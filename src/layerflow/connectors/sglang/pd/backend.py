@@ -30,11 +30,11 @@ from sglang.srt.utils.network import NetworkAddress
 
 from layerflow.agent.lookups import Lookups
 from layerflow.connectors.common.guard import attempt, tell
-from layerflow.connectors.sglang.batch_saves import ALLOCATORS, BatchSaves, frees_are_seen, layers_are_told
+from layerflow.connectors.sglang.batch_saves import ALLOCATORS, BatchSaves, frees_are_seen, untold_layers
 from layerflow.connectors.sglang.engine import EngineCache
 from layerflow.connectors.sglang.layout import KV, MAMBA
 from layerflow.connectors.sglang.options import SglangOptions, options_of_environment
-from layerflow.connectors.sglang.pages import page_hashes, page_slots
+from layerflow.connectors.sglang.pages import fetch_slots, page_hashes
 from layerflow.connectors.sglang.pd.attempts import asked_attempt, next_attempt
 from layerflow.connectors.sglang.pd.decoding import DecodeSide, Following, PromptProgress
 from layerflow.connectors.sglang.pd.first_tokens import FirstTokens
@@ -129,6 +129,17 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
         if self._pages is not None:
             self._pages.rename()
 
+    def weights_change(self) -> None:
+        """SGLang is about to write to the weights: nothing that may come of both is handed over."""
+        if self._pages is not None:
+            self._pages.about_to_be_replaced()
+
+    def memory_goes(self) -> None:
+        """SGLang is about to let go of memory: nothing reads or writes its pools any more when this returns."""
+        agent = self._pages.agent() if self._pages is not None else None
+        if agent is not None:
+            agent.revoke("SGLang lets go of its cache's memory")
+
     @property
     def obstacle(self) -> str:
         """Why nothing is handed over now; "" = it is."""
@@ -199,7 +210,7 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
         page, total = self.kv_args.page_size, len(request.origin_input_ids)
         end = min(int(request.extend_end), total)
         pages = -(-end // page) if end == total else end // page
-        (taken,) = page_slots(self._request_pool, [(request.kv.req_pool_idx, 0, pages)], page)
+        (taken,) = fetch_slots(self._request_pool, [(request.kv.req_pool_idx, 0, pages)], page)()
         slots = {KV: taken}
         if end == total and request.kv.holds_mamba:
             slots[MAMBA] = _state_slot(self._request_pool, request.kv.req_pool_idx)
@@ -486,7 +497,7 @@ def prefill_saves(cache: EngineCache, stream: Any, server_args: Any, options: Sg
 
     :param stream: that forward passes run on; None = the scheduler's own.
     """
-    return cache.batch_saves(stream, by_layer=options.save_by_layer and layers_are_told(server_args))
+    return cache.batch_saves(stream, by_layer=options.save_by_layer and not untold_layers(server_args))
 
 
 def _check_allocator(allocator: Any) -> None:

@@ -105,6 +105,7 @@ class PrefillSide:
 
     def begin(self, parts: Sequence[PromptPart]) -> None:
         """A batch is about to run."""
+        self.saves.drop()
         self.end_batch(dict.fromkeys(self._loading, "its batch was not ended"))
         requests, held = [], []
         for part in parts:
@@ -127,7 +128,7 @@ class PrefillSide:
             else:
                 requests.append(request)
         try:
-            self.saves.begin(requests, held)
+            self.saves.begin(lambda: (requests, held))
         except Exception as error:  # noqa: BLE001 - told; decode is told by the hand-off's end
             tell("run_batch", None, error)
             for part in parts:
@@ -149,7 +150,7 @@ class PrefillSide:
 
         :param failed: rooms whose loads have failed on some rank, and why: what was computed on them is given up.
         """
-        self.saves.end({prompt.name for room in failed if (prompt := self._prompts.get(room)) is not None})
+        self.saves.end(lambda: {prompt.name for room in failed if (prompt := self._prompts.get(room)) is not None})
         self._loading.clear()
         for room, reason in failed.items():
             self.give_up(room, reason, sound=False)
