@@ -22,7 +22,7 @@ from layerflow.connectors.sglang.batch_saves import BatchSaves
 from layerflow.connectors.sglang.layout import KV, MAMBA, PoolGroup, PoolLayout
 from layerflow.connectors.sglang.pd import decoding, prefilling
 from layerflow.connectors.sglang.pd.decoding import DecodeSide, Following, PromptProgress
-from layerflow.connectors.sglang.pd.prefilling import LOST, NONE_FAILED, PrefillSide, PromptPart
+from layerflow.connectors.sglang.pd.prefilling import LOST, NONE_FAILED, PollPause, PrefillSide, PromptPart
 from layerflow.keys import HashedChain
 from layerflow.server import EmbeddedServer
 from layerflow.spec import GroupSpec, ModelSpec, Plane
@@ -463,6 +463,35 @@ def test_a_decode_request_that_is_given_up_writes_nothing_any_more(pair: Any) ->
     both.compute(PromptPart(1, HASHES, 5, slots([0, 1, 2, 3, 4])))
     both.prefill.end(1)
     assert eventually(lambda: not both.prefill.saving(1)), "prefill does not wait for it"
+
+
+def test_a_decode_request_is_quiet_before_anything_else_is_done_about_its_end(pair: Any, monkeypatch: Any) -> None:
+    """SGLang frees its pages whatever comes of the rest."""
+    both = pair()
+    following = both.decode.follow(1, HASHES, 0, slots([9, 8, 7, 6, 5]))
+    both.compute(PromptPart(1, HASHES, 2, slots([0, 1])))
+    assert eventually(lambda: both.decode.poll(following) and following.step is not None)
+    with monkeypatch.context() as broken:
+        broken.setattr(both.d.lookups, "drop_lease", lambda name: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            both.decode.give_up(following)
+    assert not both.d.agent.busy("sglang-1")
+    both.decode.give_up(following)
+
+
+def test_polls_of_many_requests_share_one_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, waited = [0.0], list[float]()
+    agent = SlowAgent("", "nothing")
+    monkeypatch.setattr(agent, "busy", lambda name: True, raising=False)
+    monkeypatch.setattr(agent, "wait_idle", lambda name, timeout_s: waited.append(timeout_s))
+    shape = layout()
+    saves = BatchSaves(agent, shape, written=lambda: None, passed=lambda: None)  # type: ignore[arg-type]
+    prefill = PrefillSide(agent, None, shape, saves, leads=False, pause=PollPause(lambda: now[0]))  # type: ignore[arg-type]
+    prefill.begin([PromptPart(room, HASHES[:1], 1, slots([3])) for room in range(64)])
+    for _ in range(2):
+        assert all(prefill.saving(room) for room in range(64))
+        now[0] += 1.0
+    assert sum(waited) == 2 * prefilling.PAUSE_S and len(waited) == 128
 
 
 def test_a_prompt_that_nobody_computes_fails_at_its_deadline(pair: Any) -> None:

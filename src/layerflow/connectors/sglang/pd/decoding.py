@@ -15,7 +15,7 @@ from layerflow.agent.step.step import NoStep, Step
 from layerflow.agent.values import Follow, StepRequest
 from layerflow.connectors.sglang.batch_saves import DRAIN_S
 from layerflow.connectors.sglang.layout import PoolLayout
-from layerflow.connectors.sglang.pd.prefilling import handoff_name
+from layerflow.connectors.sglang.pd.prefilling import PollPause, handoff_name
 
 if TYPE_CHECKING:
     from layerflow.agent import Agent
@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from layerflow.agent.lookups import Lookups
     from layerflow.device.base import DeviceEvent
     from layerflow.keys import HashedChain
-
-YIELD_S = 5e-4
-"""How long a poll lets go of the interpreter while something loads: SGLang's loops ask without a pause, and the lanes
-need it for a moment each time."""
 
 STORY_S = 0.02
 """How long a failed load waits for the server to say why: SGLang's loop stands still for it."""
@@ -90,7 +86,7 @@ class DecodeSide:
         self._layout = layout
         self._after = after
         self._deadline_s = deadline_s
-        self._yielded_at = 0.0
+        self._pause = PollPause()
 
     def follow(
         self, room: int, hashes: Sequence[str], first: int, slots: Mapping[str, np.ndarray], *, attempt: int = 0
@@ -122,12 +118,14 @@ class DecodeSide:
         """It is not wanted any more: nothing writes its pages when this returns."""
         if following.progress is not PromptProgress.COMING:
             return
-        self._lose(following, "the request was given up")
         name = following.name
+        if following.step is not None:
+            following.step.close()
         if self._agent.busy(name):
             self._agent.abort(name)
             if not self._agent.wait_idle(name, DRAIN_S) and isinstance(following.step, Step):
                 following.step.fence(f"hand-off {name} was given up, and its loads did not end")
+        self._lose(following, "the request was given up")  # last: what fails before it is done again by the next call
 
     def _look(self, following: Following) -> None:
         hit = self._lookups.wait(following.inquiry, 0.0)
@@ -150,11 +148,9 @@ class DecodeSide:
         self._load(following)
 
     def _load(self, following: Following) -> None:
-        step, now = following.step, time.monotonic()
+        step = following.step
         assert step is not None
-        pause = YIELD_S if now - self._yielded_at > YIELD_S else 0.0
-        if not step.wait_loaded(pause):
-            self._yielded_at = time.monotonic()
+        if not step.wait_loaded(self._pause.take()):
             return
         outcome = step.wait_all()
         step.close()

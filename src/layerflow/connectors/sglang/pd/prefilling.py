@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 TURN_S = 2e-3
 """How long it waits at once: a batch ends with one request's slots before it ends with the others'."""
 
+PAUSE_S = 5e-4
+
 LOST = "its layerflow server was lost, or away"
 NONE_FAILED: Mapping[int, str] = {}
 
@@ -36,6 +39,24 @@ def handoff_name(room: int, attempt: int = 0) -> str:
     :param attempt: how often decode has asked prefill to compute the request once more, which keeps its room.
     """
     return f"sglang-{room}-{attempt}" if attempt else f"sglang-{room}"
+
+
+class PollPause:
+    """How long polls may let go of the interpreter: SGLang's loops ask without a pause, about each request in turn, and
+    the lanes need it for a moment each time. One poll waits :data:`PAUSE_S`, and for as long after it none does.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._next_at = -math.inf
+
+    def take(self) -> float:
+        """Seconds that this poll may wait."""
+        now = self._clock()
+        if now < self._next_at:
+            return 0.0
+        self._next_at = now + 2 * PAUSE_S
+        return PAUSE_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +121,7 @@ class PrefillSide:
     layout: PoolLayout
     saves: BatchSaves
     leads: bool
+    pause: PollPause = field(default_factory=PollPause)
     _prompts: dict[int, _Prompt] = field(default_factory=dict)
     _loading: set[int] = field(default_factory=set)
 
@@ -188,11 +210,11 @@ class PrefillSide:
         return prompt.refusal
 
     def saving(self, room: int) -> bool:
-        """May a save still read a prompt's slots? Waits a moment, without the interpreter, where one does."""
+        """May a save still read a prompt's slots? Where one does, this waits for it as a :class:`PollPause` allows."""
         prompt = self._prompts.get(room)
         if prompt is None:
             return False
-        return self.agent.busy(prompt.name) and not self.agent.wait_idle(prompt.name, 5e-4)
+        return self.agent.busy(prompt.name) and not self.agent.wait_idle(prompt.name, self.pause.take())
 
     def give_up(self, room: int, reason: str, *, sound: bool = True) -> None:
         """A prompt is not computed any further; nothing reads its slots when this returns.
