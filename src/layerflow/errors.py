@@ -107,12 +107,21 @@ class UpstreamError(ProxyError):
     :param rejected: the engine refused the request itself (4xx): asking another one is no use.
     :param counts: it speaks against the engine (5xx, network, silence), whose circuit breaker hears of it.
     :param body: the engine's own JSON error, which the client gets unchanged; None = made from `message`.
+    :param untouched: the engine has not ended what was handed to it: it has not taken the request, or is gone.
     """
 
     def __init__(
-        self, message: str, status: int = 502, *, rejected: bool = False, counts: bool = True, body: bytes | None = None
+        self,
+        message: str,
+        status: int = 502,
+        *,
+        rejected: bool = False,
+        counts: bool = True,
+        body: bytes | None = None,
+        untouched: bool = False,
     ) -> None:
         super().__init__(message, status)
+        self.untouched = untouched
         self.rejected = rejected
         self.counts = counts
         self.body = body

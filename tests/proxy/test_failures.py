@@ -79,6 +79,32 @@ async def test_another_decoder_answers(order, stream, how, status):
             assert await scene.metric("layerflow_proxy_instance_failures_total{") == 1
 
 
+@pytest.mark.parametrize("order", ["concurrent", "prefill-first"])
+@pytest.mark.parametrize(
+    ("how", "again"),
+    [(Behaviour(status=500), True), (Behaviour(raw=b"<html>"), True), (Behaviour(status=429), False),
+     (Behaviour(dies_after=0), False)],
+    ids=["500", "nonsense", "429", "dies"],
+)  # fmt: skip
+@pytest.mark.usefixtures("prefills_are_waited_for")
+async def test_a_decoder_that_is_there_has_given_its_handoff_back(order, how, again):
+    """The next one gets a hand-off of its own, whose prompt is cached; one that is gone has left it as it was."""
+    cached = iter((1, 3))
+    with StubEngine() as prefiller, StubEngine(how) as bad, StubEngine() as good:
+        prefiller.answer_for = lambda _: Behaviour(cached=next(cached))
+        async with proxied(prefiller, [bad, good], order=order) as scene:
+            answer = await scene.complete()
+            assert answer.status_code == 200
+            if order == "prefill-first":
+                assert answer.json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}, "what it found at first"
+                assert len(prefiller.seen) == 1 + again
+                return
+            claimed, used = bad.seen[0].params["transfer_id"], good.seen[0].params["transfer_id"]
+            assert (claimed != used) is again
+            # The first may have been given up before it arrived.
+            assert used in {seen.params["transfer_id"] for seen in prefiller.seen}
+
+
 @pytest.mark.parametrize("order", ORDERS)
 @cases(BROKEN_BEFORE_A_TOKEN | BROKEN_STREAM)
 async def test_without_another_decoder_the_status_is_true(order, how, status):

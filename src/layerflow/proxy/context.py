@@ -344,7 +344,7 @@ class ProxyContext:
             try:
                 decoder.seen_from = await _own_address(parts.hostname or "", parts.port or 80)
             except OSError as error:
-                raise UpstreamError(f"{decoder.title} cannot be reached: {error}") from error
+                raise UpstreamError(f"{decoder.title} cannot be reached: {error}", untouched=True) from error
         host = decoder.seen_from
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/v1/metaserver"
 

@@ -84,7 +84,9 @@ class Exchange:
         context = self.context
         headers = engine_headers(self.request.headers, request_id)
         body = prefill_body(self.request.body, params)
-        self.usage.expect()
+        # Computed once more, for another decoder, the prompt is cached: what the first time has found is what counts.
+        usage = self.usage if self._prefilled_at is None else PrefillUsage()
+        usage.expect()
         cached, began = None, context.clock()
         try:
             with instance.busy(self.tokens):
@@ -94,7 +96,7 @@ class Exchange:
             self.failed(instance, error)
             raise
         finally:
-            self.usage.prefill_ended(cached)
+            usage.prefill_ended(cached)
         instance.tell_servers(done.servers)
         self.prefill_ended()
         context.metrics.prefill.observe(context.clock() - began)

@@ -75,14 +75,20 @@ async def post(
         finally:
             await response.aclose()
     except httpx.InvalidURL as error:
-        raise UpstreamError(f"{engine} cannot be asked at the URL that it was given with: {error}") from error
+        raise UpstreamError(
+            f"{engine} cannot be asked at the URL that it was given with: {error}", untouched=True
+        ) from error
     except httpx.LocalProtocolError as error:
         # The client's headers: nothing was sent.
         raise UpstreamError(f"the request cannot be passed on: {error}", 400, rejected=True, counts=False) from error
     except httpx.TimeoutException as error:
-        raise UpstreamError(f"{engine} did not accept a connection in time ({type(error).__name__})", 504) from error
+        raise UpstreamError(
+            f"{engine} did not accept a connection in time ({type(error).__name__})", 504, untouched=True
+        ) from error
     except (httpx.HTTPError, httpx.StreamError) as error:
-        raise UpstreamError(f"{engine} broke the connection: {type(error).__name__} {error}".rstrip()) from error
+        raise UpstreamError(
+            f"{engine} broke the connection: {type(error).__name__} {error}".rstrip(), untouched=True
+        ) from error
 
 
 async def read_answer(engine: str, response: httpx.Response, most: int, idle_timeout_s: float) -> bytes:
@@ -141,6 +147,7 @@ async def _refusal(engine: str, response: httpx.Response, idle_timeout_s: float)
         status,
         rejected=status < 500 and status not in _ELSEWHERE,
         counts=status >= 500,
+        untouched=status in _ELSEWHERE,
         body=bytes(body) if body.lstrip()[:1] == b"{" and len(body) <= _REFUSAL_BYTES else None,
     )
 

@@ -17,8 +17,18 @@ from layerflow.proxy.context import ProxyContext, RequestRoute
 from layerflow.proxy.exchange import Exchange
 from layerflow.proxy.hosts import check_hosts
 from layerflow.proxy.instances import Instance, InstanceRole
+from layerflow.proxy.legs import Prefilled
 from layerflow.proxy.metaserver import DecodeRequest, PrefillJob
 from layerflow.proxy.request import NOT_JSON, ClientRequest, Headers, decoder_alone
+
+
+class _PrefillLost(Exception):
+    """A prefill failed before the first token."""
+
+    def __init__(self, reason: ProxyError) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
 
 # Both legs at once: they share a ``transfer_id``, and the decoder follows the prefiller's saves layer by layer.
 
@@ -50,45 +60,42 @@ async def concurrent(exchange: Exchange) -> None:
 
 
 async def _attempt_prefill(exchange: Exchange, prefiller: Instance) -> UpstreamError | None:
-    """One hand-off. Returns why its prefill failed, both legs ended; None = the client has its answer.
+    """Decode what one prefill engine computes. Returns why that failed, both legs ended; None = it is answered.
 
-    :raises ProxyError: the decode failed. Another decoder gets the same hand-off, which may be claimed again.
+    :raises ProxyError: the decode failed.
     """
-    transfer_id = f"xfer-{uuid.uuid4().hex}"
-    deadline_s = exchange.context.settings.prefill_timeout_s
-    asked: dict[str, Any] = {
-        "do_remote_decode": True,
-        "do_remote_prefill": False,
-        "transfer_id": transfer_id,
-        "layerflow": {"v": _VERSION, "deadline_s": deadline_s},
-    }
-    handoff: dict[str, Any] = {"v": _VERSION, "handoff": transfer_id}
-    if prefiller.servers:
-        handoff["servers"] = list(prefiller.servers)
-    claimed = {
-        "do_remote_decode": False,
-        "do_remote_prefill": True,
-        "transfer_id": transfer_id,
-        "layerflow": handoff,
-    }
     lost: UpstreamError | None = None
     ended: ProxyError | ClientGone | None = None
+    claimed: dict[str, Any] | None = None
+    prefilling = anyio.CancelScope()
 
-    async def prefill_leg() -> None:
+    async def prefill_leg(asked: dict[str, Any], scope: anyio.CancelScope) -> None:
         nonlocal lost
-        try:
-            await exchange.prefill(prefiller, asked, exchange.leg_id(InstanceRole.PREFILL))
-        except UpstreamError as error:
-            # Once the client has a token the decoder has the whole prompt, and needs no prefill any more.
-            if not exchange.sink.begun:
-                lost = error
-                tasks.cancel_scope.cancel()
+        with scope:
+            try:
+                await exchange.prefill(prefiller, asked, exchange.leg_id(InstanceRole.PREFILL))
+            except UpstreamError as error:
+                # Once the client has a token the decoder has the whole prompt, and needs no prefill any more.
+                if not exchange.sink.begun:
+                    lost = error
+                    tasks.cancel_scope.cancel()
 
     async def attempt(instance: Instance, request_id: str) -> None:
-        await exchange.decode(instance, claimed, request_id)
+        nonlocal claimed, prefilling
+        if claimed is None:
+            asked, claimed = _handoff(prefiller, exchange.context.settings.prefill_timeout_s)
+            prefilling = anyio.CancelScope()
+            tasks.start_soon(prefill_leg, asked, prefilling)
+        try:
+            await exchange.decode(instance, claimed, request_id)
+        except UpstreamError as error:
+            # Where this decoder is gone, another one may claim the hand-off. One that is there has given it back.
+            if not error.untouched:
+                claimed = None
+                prefilling.cancel()
+            raise
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(prefill_leg)
         try:
             await exchange.decode_anywhere(attempt)
         except (ProxyError, ClientGone) as error:
@@ -99,15 +106,28 @@ async def _attempt_prefill(exchange: Exchange, prefiller: Instance) -> UpstreamE
     return lost
 
 
+def _handoff(prefiller: Instance, deadline_s: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A new hand-off: what the prefill engine is asked, and what its decoder claims."""
+    transfer_id = f"xfer-{uuid.uuid4().hex}"
+    handoff: dict[str, Any] = {"v": _VERSION, "handoff": transfer_id}
+    if prefiller.servers:
+        handoff["servers"] = list(prefiller.servers)
+    asked = {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "transfer_id": transfer_id,
+        "layerflow": {"v": _VERSION, "deadline_s": deadline_s},
+    }
+    claimed = {
+        "do_remote_decode": False,
+        "do_remote_prefill": True,
+        "transfer_id": transfer_id,
+        "layerflow": handoff,
+    }
+    return asked, claimed
+
+
 # The decoder is asked first; once it has blocks it asks ``/v1/metaserver`` for the prefill (vLLM-Ascend).
-
-
-class _PrefillLost(Exception):
-    """A child's prefill failed before the first token."""
-
-    def __init__(self, reason: ProxyError) -> None:
-        super().__init__(str(reason))
-        self.reason = reason
 
 
 async def decode_first(exchange: Exchange) -> None:
@@ -184,19 +204,31 @@ async def prefill_first(exchange: Exchange) -> None:
 
     :raises ProxyError: neither a prefill nor a decode engine could do it, or one of them refused it.
     """
-    try:
-        done = await exchange.prefill_anywhere(_ASKED, lambda: exchange.leg_id(InstanceRole.PREFILL))
-    except UpstreamError as error:
-        if error.rejected:
-            raise
-        return await exchange.recompute(error)
-    except ProxyError as none:
-        return await exchange.recompute(none)
+    done: Prefilled | None = None
+
+    async def prefill() -> Prefilled:
+        try:
+            return await exchange.prefill_anywhere(_ASKED, lambda: exchange.leg_id(InstanceRole.PREFILL))
+        except ProxyError as error:
+            raise _PrefillLost(error) from error
 
     async def attempt(instance: Instance, request_id: str) -> None:
-        await exchange.decode(instance, done.params, request_id)
+        nonlocal done
+        done = done or await prefill()
+        try:
+            await exchange.decode(instance, done.params, request_id)
+        except UpstreamError as error:
+            if not error.untouched:
+                done = None  # as in the other order
+            raise
 
-    return await exchange.decode_anywhere(attempt)
+    try:
+        done = await prefill()
+        await exchange.decode_anywhere(attempt)
+    except _PrefillLost as lost:
+        if isinstance(lost.reason, UpstreamError) and lost.reason.rejected:
+            raise lost.reason from None
+        await exchange.recompute(lost.reason)
 
 
 # A list of prompts as one request per prompt, whose answers become one answer.
