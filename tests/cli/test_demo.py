@@ -1,4 +1,5 @@
 import json
+import multiprocessing
 import re
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from layerflow_cli.demo import run_demo
 from layerflow_cli.demo.checks import wrong_bytes
 from layerflow_cli.demo.engines import Answer
 from layerflow_cli.demo.outcome import Outcome, differing
+from layerflow_cli.demo.pd import _hear as hear
 from layerflow_cli.demo.pd import run_pd_demo
 from layerflow_cli.demo.workload import SHAPES, Workload, suitable_link
 from layerflow_engine.request import Result
@@ -191,3 +193,10 @@ def test_shortfalls_are_told_apart_from_faults():
     assert slow.shortfalls() == ["overlap is 78% of its bound, below 90%", "the first token comes later than cold"]
     slow.wrong_tokens, slow.compared_tokens, slow.control_tokens = 2, 8, 0
     assert [fault.split(" ")[0] for fault in slow.faults()] == ["2", "one"]
+
+
+def test_a_prefill_engine_whose_process_has_died_is_told():
+    here, there = multiprocessing.Pipe()
+    there.close()
+    with pytest.raises(LayerflowError, match="has ended"):
+        hear(here)

@@ -8,7 +8,7 @@ from pages import ROOT, code, page, rows, sections
 from layerflow.config.proxy import ProxySettings
 from layerflow.connectors.vllm.worker.figures import FIGURES
 from layerflow.observe.metrics import Metrics
-from layerflow.proxy.context import ProxyMetrics
+from layerflow.proxy.context import BodyBudget, ProxyMetrics
 from layerflow.proxy.instances import Registry
 from layerflow.wire.rights import NEEDED, Role
 
@@ -23,7 +23,7 @@ def exported() -> dict[str, str]:
 
 def of_the_proxy() -> dict[str, str]:
     """The same of the proxy."""
-    text = ProxyMetrics(Registry(ProxySettings(), time.monotonic)).render(addresses=True).decode()
+    text = ProxyMetrics(Registry(ProxySettings(), time.monotonic), BodyBudget(1)).render(addresses=True).decode()
     return dict(re.findall(r"^# TYPE (\S+) (\w+)$", text, re.M))
 
 
