@@ -479,6 +479,25 @@ def test_a_decode_request_is_quiet_before_anything_else_is_done_about_its_end(pa
     both.decode.give_up(following)
 
 
+def test_the_hand_off_is_kept_until_sglang_lets_go_of_the_request(pair: Any) -> None:
+    """A rank that has loaded its part releases nothing: another one of its engine may be late."""
+    both = pair()
+
+    def state() -> str:
+        told = both.d.lookups.handoff(both.d.lookups.watch_handoff("sglang-1", PATIENCE_S), PATIENCE_S)
+        return told.state if told is not None else "unknown"
+
+    following = both.decode.follow(1, HASHES, 0, slots([9, 8, 7, 6, 5]))
+    both.compute(PromptPart(1, HASHES, 5, slots([0, 1, 2, 3, 4])))
+    both.prefill.end(1)
+    both.decode.release(following)
+    assert both.ended(following) is PromptProgress.THERE
+    assert state() in ("open", "complete")
+    both.decode.give_up(following)
+    both.decode.release(following)
+    assert state() == "released"
+
+
 def test_polls_of_many_requests_share_one_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     now, waited = [0.0], list[float]()
     agent = SlowAgent("", "nothing")

@@ -474,8 +474,10 @@ class LayerflowReceiver(CommonKVReceiver):  # type: ignore[misc]
         super().abort()
 
     def clear(self) -> None:
-        """SGLang frees the request's pages next, or has them filled."""
+        """SGLang frees the request's pages next, or has them filled: on every rank, as all of them have polled."""
         self._give_up()
+        if self._following is not None:
+            self.kv_mgr.decode.release(self._following)
         self.kv_mgr.forget(self.bootstrap_room)
         super().clear()
 

@@ -127,6 +127,14 @@ class DecodeSide:
                 following.step.fence(f"hand-off {name} was given up, and its loads did not end")
         self._lose(following, "the request was given up")  # last: what fails before it is done again by the next call
 
+    def release(self, following: Following) -> None:
+        """SGLang has let go of a request, on each rank: the prefill's side need not keep its hand-off any more.
+
+        Not as soon as this rank has loaded its part of it: others may be late.
+        """
+        if following.progress is PromptProgress.THERE:
+            self._lookups.release_handoff(following.name)
+
     def _look(self, following: Following) -> None:
         hit = self._lookups.wait(following.inquiry, 0.0)
         if hit is None:
@@ -156,7 +164,6 @@ class DecodeSide:
         step.close()
         if outcome.ready:
             following.progress = PromptProgress.THERE
-            self._lookups.release_handoff(following.name)
         else:
             reason = outcome.failed[0].reason if outcome.failed else "its load was cut off"
             self._lose(following, self._with_story(following, reason))
