@@ -37,9 +37,9 @@ def test_a_failure_is_told_to_those_who_wait_and_to_those_who_come() -> None:
     tokens = FirstTokens()
     tokens.wait(1, A)
     assert tokens.fail(1, "aborted") == {A}
-    assert tokens.reason(1) == "aborted"
+    assert tokens.wait(1, B) == "aborted"
     assert tokens.fail(1, "aborted") == set()
-    assert not tokens.reason(2)
+    assert not tokens.wait(2, B)
 
 
 def test_a_failure_behind_the_token_is_told_to_those_who_have_it() -> None:
@@ -51,6 +51,20 @@ def test_a_failure_behind_the_token_is_told_to_those_who_have_it() -> None:
     assert tokens.ready(1)[1] == {A, B}
     assert tokens.fail(1, "the server was lost") == {A, B}
     assert tokens.fail(1, "the server was lost") == set()
+
+
+def test_it_is_kept_until_all_ranks_have_it_and_no_longer() -> None:
+    """Prefill computes many prompts in the five minutes for which it keeps one that nobody asks for."""
+    tokens = FirstTokens()
+    tokens.put(1, [b"row"])
+    assert not tokens.wait(1, A, ranks=2)
+    assert tokens.ready(1) == ([b"row"], {A})
+    assert not tokens.wait(1, B, ranks=2)
+    assert tokens.ready(1) == ([b"row"], {B})
+    assert tokens.ready(1) == ([], set())
+    assert not any(room.rows for room in tokens._rooms.values())
+    assert "2 ranks" in tokens.wait(1, ("10.0.0.3", 1), ranks=2), "one too many is told, and no other one"
+    assert tokens.fail(1, "the server was lost") == {A, B}, "they load the prompt yet"
 
 
 def test_it_is_taken_once() -> None:
@@ -84,7 +98,7 @@ def test_an_earlier_attempts_token_is_never_given_to_a_later_one() -> None:
     assert tokens.take(1, 1) == []
     tokens.put(1, [b"late"])
     assert tokens.fail(1, "late") == set()
-    assert not tokens.reason(1, 1)
+    assert not tokens.wait(1, A, attempt=1)
     tokens.put(1, [b"new"], attempt=1)
     assert tokens.ready(1, 1) == ([b"new"], {A})
     assert tokens.ready(1) == ([], set())

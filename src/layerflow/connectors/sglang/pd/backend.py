@@ -243,7 +243,10 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
 
     def _tell(self, room: int, attempt: int, reason: str) -> None:
         for address in self._first.fail(room, reason, attempt):
-            self._send(address, [FAILED, str(room).encode(), reason.encode(), str(attempt).encode()])
+            self._send_failure(address, room, attempt, reason)
+
+    def _send_failure(self, address: tuple[str, int], room: int, attempt: int, reason: str) -> None:
+        self._send(address, [FAILED, str(room).encode(), reason.encode(), str(attempt).encode()])
 
     # -- decode --------------------------------------------------------------------------------------
 
@@ -251,9 +254,11 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
         """Nothing need be known of a decode rank before its first request."""
         return [b"LAYERFLOW_HELLO"]
 
-    def build_receiver_metadata_message(self, *, bootstrap_room: int, **_: Any) -> list[bytes]:
-        """Where the first token of a room goes."""
-        told = bootstrap_room, self.local_ip, self.rank_port, self.attempt(bootstrap_room)
+    def build_receiver_metadata_message(
+        self, *, bootstrap_room: int, required_dst_info_num: int, **_: Any
+    ) -> list[bytes]:
+        """Where the first token of a room goes, and how many ranks of this engine tell the same prefill rank so."""
+        told = bootstrap_room, self.local_ip, self.rank_port, self.attempt(bootstrap_room), required_dst_info_num
         return [ROOM, *(str(each).encode() for each in told)]
 
     def take_row(self, room: int, index: int) -> bool:
@@ -315,9 +320,8 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
         tag = frames[0]
         if tag == ROOM:
             room, address, attempt = int(frames[1]), (frames[2].decode(), int(frames[3])), int(frames[4])
-            self._first.wait(room, address, attempt)
-            if reason := self._first.reason(room, attempt):
-                self._tell(room, attempt, reason)
+            if reason := self._first.wait(room, address, attempt, ranks=int(frames[5])):
+                self._send_failure(address, room, attempt, reason)
             else:
                 self._send_rows(room, attempt)
         elif tag == ROW:

@@ -18,6 +18,7 @@ class _Room:
 
     :param attempt: to compute it, see :func:`.prefilling.handoff_name`.
     :param until: monotonic seconds. :param rows: of SGLang's metadata buffers; [] = not there yet.
+    :param ranks: of decode that ask for it here; 0 = not known. :param given: all of them have got the rows.
     :param waiting: addresses of decode ranks. :param served: of those that have the rows: they still load the prompt.
     :param reason: why there will be none.
     """
@@ -25,6 +26,8 @@ class _Room:
     attempt: int
     until: float
     rows: list[bytes] = field(default_factory=list)
+    ranks: int = 0
+    given: bool = False
     waiting: set[tuple[str, int]] = field(default_factory=set)
     served: set[tuple[str, int]] = field(default_factory=set)
     reason: str = ""
@@ -33,9 +36,9 @@ class _Room:
 class FirstTokens:
     """First tokens of prompts, who waits for them, and why there is none. Any thread may call.
 
-    Prefill keeps its own until decode comes, decode those that come until their prompts are loaded: each for
-    :data:`KEPT_S`, the latest :data:`MOST_ROOMS` of them. Of a room only the last attempt counts that anything was
-    heard of: what is said of an earlier one changes nothing.
+    Prefill keeps its own until all ranks of decode have come, decode those that come until their prompts are loaded:
+    each for :data:`KEPT_S`, the latest :data:`MOST_ROOMS` of them. Of a room only the last attempt counts that anything
+    was heard of: what is said of an earlier one changes nothing.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -52,11 +55,21 @@ class FirstTokens:
             if found := self._touched(room, attempt):
                 found.rows = rows
 
-    def wait(self, room: int, address: tuple[str, int], attempt: int = 0) -> None:
-        """Somebody waits for it."""
+    def wait(self, room: int, address: tuple[str, int], attempt: int = 0, ranks: int = 0) -> str:
+        """A decode rank waits for it. Return why it gets none; "" = it gets it once it is there.
+
+        :param ranks: of its engine that ask for it here; once they all have it, it is not kept; 0 = not known.
+        """
         with self._lock:
-            if found := self._touched(room, attempt):
+            found = self._touched(room, attempt)
+            if found is None:
+                return ""
+            if found.given and not found.reason:
+                return f"its first token was given to the {found.ranks} ranks that were to ask for it"
+            if not found.reason:
+                found.ranks = ranks
                 found.waiting.add(address)
+            return found.reason
 
     def leave(self, room: int) -> None:
         """Nobody waits for it any more."""
@@ -75,12 +88,6 @@ class FirstTokens:
             found.waiting, found.served = set(), set()
             return told
 
-    def reason(self, room: int, attempt: int = 0) -> str:
-        """Why there will be none; "" = nothing of that is known."""
-        with self._lock:
-            found = self._known(room, attempt)
-            return found.reason if found is not None else ""
-
     def ready(self, room: int, attempt: int = 0) -> tuple[list[bytes], set[tuple[str, int]]]:
         """The rows, and who waits for them and is to get them now; nobody, where they are not there yet."""
         with self._lock:
@@ -89,7 +96,10 @@ class FirstTokens:
                 return [], set()
             waiting, found.waiting = found.waiting, set()
             found.served |= waiting
-            return found.rows, waiting
+            rows = found.rows
+            if found.ranks and len(found.served) >= found.ranks:
+                found.rows, found.given = [], True
+            return rows, waiting
 
     def take(self, room: int, attempt: int = 0) -> list[bytes]:
         """The rows, [] if they are not there; the room is forgotten with them."""
