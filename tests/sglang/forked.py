@@ -19,6 +19,9 @@ def serve(arguments: Sequence[str], environment: Mapping[str, str], log: Path) -
 
     :param arguments: of its command line. :param log: what it writes goes there.
     """
+    from sglang.srt.utils.common import kill_itself_when_parent_died
+
+    kill_itself_when_parent_died()  # which ends with the tests' process, however that ends; SGLang's own do likewise
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for descriptor in (1, 2):
