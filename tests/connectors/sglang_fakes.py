@@ -90,10 +90,13 @@ def pools_of(kind: str, shard: Shard) -> tuple[Any, Any, int]:
 
 
 def layout(kind: str, rank: int = 0, size: int = 1, page: int = PAGE) -> PoolLayout:
+    """Of a kind of model, ``-draft`` behind which is one with a draft model of two layers."""
     shard = Shard(rank, size)
+    kind, draft, _ = kind.partition("-draft")
     kvcache, held, window = pools_of(kind, shard)
     heads = 1 if kind == "one-head" else HEADS
-    return layout_of(kvcache, held, page, window, {KV: heads, SWA: heads}, shard)
+    drafts = [(MHATokenToKVPool(2, max(1, HEADS // size)), HEADS)] if draft else []
+    return layout_of(kvcache, held, page, window, {KV: heads, SWA: heads}, shard, drafts)
 
 
 class PoolWorker:
@@ -192,7 +195,7 @@ class PoolWorker:
         if pool == MAMBA or plane == "latent":
             seed += bytes([self.rank]) * (pool == MAMBA)
             return np.random.default_rng(list(seed)).integers(0, 256, (rows, *shape), np.uint8)
-        heads = self.agent.spec.shard.heads[0]
+        heads = HEADS if shape[0] > 1 else self.agent.spec.shard.heads[0]
         whole = np.random.default_rng(list(seed)).integers(0, 256, (rows, heads, shape[-1]), np.uint8)
         first = self.rank * shape[0] % heads
         return whole[:, first : first + shape[0]]
@@ -210,7 +213,8 @@ class PoolWorker:
 
     def forward(self, number: int) -> None:
         """Every layer is asked for twice, its keys and its values."""
-        for layer in [*self.layout.layers, *self.layout.layers]:
+        layers = range(self.agent.spec.num_layers)
+        for layer in [*layers, *layers]:
             self.loads.wait(number, layer)
 
 

@@ -90,7 +90,31 @@ def test_layers_without_a_cache_have_no_number() -> None:
     assert found.spec.groups[0].layers == (1, 2)
 
 
-@pytest.mark.parametrize("kind", ["mha", "mla", "one-head", "swa"])
+def test_a_draft_models_layers_are_behind_the_models_own() -> None:
+    """SGLang counts both from 0. Their slots are those of full attention."""
+    found = layout("mla-draft")
+    assert [group.layers for group in found.spec.groups] == [(0, 1, 2), (3, 4)]
+    assert (found.layers, found.draft_layers) == ({0: 0, 1: 1, 2: 2}, ({0: 3, 1: 4},))
+    assert [(group.pool, group.name) for group in found.groups] == [(KV, KV), (KV, "draft")]
+    assert found.shortens
+    tables = found.tables(2, {KV: np.arange(PAGE, 3 * PAGE)})
+    assert [table.tolist() for table in tables] == [[1, 2], list(range(PAGE, 3 * PAGE))]
+    hybrid = layout("hybrid-draft")
+    assert hybrid.draft_layers == ({0: 4, 1: 5},) and not hybrid.shortens
+
+
+def test_of_a_hybrid_draft_model_the_attention_has_a_cache() -> None:
+    draft = HybridLinearKVPool(MHATokenToKVPool(1))
+    found = layout_of(MHATokenToKVPool(2), None, PAGE, 0, {KV: HEADS}, Shard(), [(draft, HEADS)])
+    assert found.draft_layers == ({3: 2},)
+
+
+def test_a_draft_model_beside_sliding_windows_is_refused() -> None:
+    with pytest.raises(Unsupported, match=r"sliding windows.*run without --speculative-algorithm"):
+        layout("swa-draft")
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla", "one-head", "swa", "mha-draft"])
 def test_workers_of_other_tensor_sizes_have_one_fingerprint(kind: str) -> None:
     sizes = [layout(kind, rank, size).spec for size in (1, 2) for rank in range(size)]
     assert len({spec.fingerprint for spec in sizes}) == 1
@@ -116,7 +140,7 @@ def test_states_are_bound_to_the_tensor_size(kind: str) -> None:
     assert list(one.bound_to_size()) == [1]
 
 
-@pytest.mark.parametrize("other", ["mla", "one-head", "swa", "hybrid"])
+@pytest.mark.parametrize("other", ["mla", "one-head", "swa", "hybrid", "mha-draft"])
 def test_other_pools_have_other_fingerprints(other: str) -> None:
     assert layout("mha").spec.fingerprint != layout(other).spec.fingerprint
 

@@ -23,7 +23,7 @@ from layerflow.server import EmbeddedServer
 Embed = Callable[..., EmbeddedServer]
 Workers = Callable[..., PoolWorker]
 Slots = dict[str, np.ndarray]
-KINDS = ["mha", "mla", "one-head", "swa", "hybrid", "hybrid-mla"]
+KINDS = ["mha", "mla", "one-head", "swa", "hybrid", "hybrid-mla", "mha-draft"]
 SLOW_GBPS = 5e-6
 """As it is, a node of two pages takes 0.3 s."""
 
@@ -43,7 +43,7 @@ def begin(worker: PoolWorker, *parts: tuple[ComputedPages, Slots]) -> None:
     worker.pages.begin([pages for pages, _ in parts])
     for pages, slots in parts:
         worker.compute(pages.hashes, slots)
-    for layer in worker.layout.layers:
+    for layer in range(worker.agent.spec.num_layers):
         worker.batches.layer_done(layer)
 
 

@@ -103,6 +103,7 @@ class Answer:
     :param reason: why it ended: ``length``, ``abort``; "" = an error.
     :param error: what SGLang said.
     :param took_s: until the whole answer was there.
+    :param guesses: of speculative decoding: how many drafted tokens were right, of how many.
     """
 
     status: int
@@ -113,6 +114,7 @@ class Answer:
     error: str = ""
     took_s: float = 0.0
     storage: int = 0
+    guesses: tuple[int, int] = (0, 0)
 
     @property
     def served(self) -> bool:
@@ -378,6 +380,7 @@ def _answer(said: Mapping[str, Any], took_s: float) -> Answer:
     return Answer(
         200, tuple(said.get("output_ids") or ()), cached.get("host", 0), cached.get("device", 0),
         ended.get("type", ""), str(ended.get("message") or ""), took_s, cached.get("storage", 0),
+        (meta.get("spec_num_correct_drafts", 0), meta.get("spec_num_proposed_drafts", 0)),
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 TOKENS = 8
 PROMPT = random.Random(5).choices(range(3, 500), k=300)
@@ -48,6 +48,11 @@ FIRST_SEEDS = {"llama-other": 64}
 ADAPTERS = {"lora-one": 1, "lora-two": 2}
 """Adapters of ``llama``, with the seeds of their weights."""
 
+EAGLE = "llama-eagle"
+"""An EAGLE draft model of ``llama``: that model itself over again, as far as EAGLE's has the parts. So it guesses well,
+where its cache is right.
+"""
+
 RANK, ADAPTED = 8, ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -64,6 +69,7 @@ def build(folder: Path) -> None:
         while len(set(expected.setdefault(name, []))) < TOKENS - 2:
             expected[name] = _weights(place, next(seeds))
         (place / "config.json").write_text(config)  # as SGLang reads it; transformers' own has another architecture
+    _eagle(folder / EAGLE, folder / "llama")
     for name, seed in ADAPTERS.items():
         expected[name] = _adapter(folder / name, folder / "llama", seed)
     (folder / "expected.json").write_text(json.dumps(expected))
@@ -81,6 +87,27 @@ def _weights(place: Path, seed: int) -> list[int]:
                 parameter.normal_(0, 0.08)
         model.save_pretrained(place)
         return _tokens(model)
+
+
+def _eagle(place: Path, base: Path) -> None:
+    """Write an EAGLE draft model.
+
+    It computes with the token's embedding alone, not with the model's output. EAGLE's first layer does not normalise
+    what it gets; here what that would do is in the layer's weights. At its end it has no norm, which moves no maximum.
+    """
+    weights = load_file(base / "model.safetensors")
+    size = weights["model.embed_tokens.weight"].pow(2).mean().sqrt()
+    drafts = {name.removeprefix("model."): weight for name, weight in weights.items() if "layers." in name}
+    del drafts["layers.0.input_layernorm.weight"]
+    for part in ("q_proj", "k_proj", "v_proj"):
+        drafts[f"layers.0.self_attn.{part}.weight"] = drafts[f"layers.0.self_attn.{part}.weight"] / size
+    width = _COMMON["hidden_size"]
+    drafts["fc.weight"] = torch.cat([torch.eye(width), torch.zeros(width, width)], dim=1)
+    drafts["fc.bias"] = torch.zeros(width)
+    place.mkdir(exist_ok=True)
+    save_file(drafts, place / "model.safetensors")
+    config = _COMMON | CONFIGS["llama"] | {"architectures": ["LlamaForCausalLMEagle"]}
+    (place / "config.json").write_text(json.dumps(config, indent=1))
 
 
 def _adapter(place: Path, base: Path, seed: int) -> list[int]:

@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinkerWrapper
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.server_args import ServerArgs
 
@@ -75,7 +76,10 @@ class Engine:
         linker._pages, linker._allocator = BatchPages(self.pool, PAGE), self.allocator
         linker.pools = {KV: None}  # type: ignore[dict-item]
         linker._cache = SimpleNamespace(  # type: ignore[assignment]
-            layout=worker.layout, agent=lambda: worker.agent, are_replaced=lambda: False
+            layout=worker.layout,
+            agent=lambda: worker.agent,
+            are_replaced=lambda: False,
+            number_of=worker.layout.layers.get,
         )
         linker._attached = _Ready(worker.loads, worker.saves, worker.batches, worker.pages)
         self.cache = UnifiedRadixCache(
@@ -136,7 +140,7 @@ class Engine:
             if layer == 2 and not ends:
                 return
             between(layer)
-            plugin.layer_done(None, SimpleNamespace(layer_id=layer))
+            plugin.layer_done(None, layer)
         for request in failed:
             request.discard_output_reason = "its load has failed"
         plugin.batch_ends(None, self.scheduler, batch)
@@ -394,6 +398,30 @@ def test_what_is_generated_anew_has_other_hashes() -> None:
         assert known.of(request, 1, 2) == hashes[-1][1:]
         assert PromptHashes(PAGE).of(request, 0, 2) == hashes[-1]
     assert hashes[0][0] == hashes[1][0] and hashes[0][1] != hashes[1][1]
+
+
+@pytest.mark.parametrize(("tokens", "pages"), [(15, 3), (16, 3), (17, 4)])
+def test_with_an_eagle_draft_model_a_page_is_whole_with_the_token_behind_it(tokens: int, pages: int) -> None:
+    """As in SGLang's own cache: that model's row of a token depends on the next one."""
+    pool = ReqToTokenPool(8, 256, "cpu", enable_memory_saver=False)
+    made = BatchPages(pool, PAGE, pairs=True)
+    request = Request("r", range(100, 100 + tokens), 1)
+    wanted = get_storage_hash_str(
+        RadixKey(request.origin_input_ids, is_bigram=True)[: pages * PAGE], None, page_size=PAGE
+    )
+    found: list[str] = []
+    for start, end in ((0, 8), (8, tokens)):  # the token behind a chunk is in the prompt
+        batch = SimpleNamespace(
+            reqs=[request],
+            prefix_lens=[start],
+            extend_lens=[end - start],
+            forward_mode=ForwardMode.EXTEND,
+            decoding_reqs=None,
+        )
+        for computed in made.computed(batch, ()):
+            assert len(computed.slots) == len(computed.hashes) * PAGE
+            found += computed.hashes
+    assert found == wanted
 
 
 class PagedTokenAllocatorOfTomorrow:

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver, CommonKVSender
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache import kv_cache_builder
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
@@ -27,15 +28,19 @@ from sglang.srt.mem_cache.base_swa_memory_pool import BaseSWAKVPool
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.mem_cache.unified_cache import linker_factory, unified_cache_linker
+from sglang.srt.mem_cache.unified_cache import linker_factory, unified_cache_linker, unified_tree_core
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker, UnifiedCacheLinkerWrapper
 from sglang.srt.mem_cache.utils import get_storage_hash_str
+from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from layerflow.connectors.common.interface import check_interface
 from layerflow.connectors.sglang import LayerflowLinker, engine, linker, plugin
 from layerflow.connectors.sglang.batch_saves import ALLOCATORS, frees_are_seen, full_attention_allocator
+from layerflow.connectors.sglang.drafts import ALGORITHMS, drafts_of
 from layerflow.connectors.sglang.identity import _adapters
 from layerflow.connectors.sglang.layout import KV, MAMBA, SWA
 from layerflow.connectors.sglang.options import SglangOptions
@@ -180,12 +185,107 @@ def test_single_tokens_are_refused() -> None:
     linker._check_page(16, recurrent=False)
 
 
-def test_draft_pools_are_refused() -> None:
+def params(**pools: Any) -> Any:
     none = {"mtp_draft_device_pools": (), "sidecar_draft_device_pools": (), "mtp_draft_mamba_pools": ()}
-    for pool in none:
-        params = SimpleNamespace(**none | {pool: ("pool",)})
-        with pytest.raises(Unsupported, match=r"draft model.*run without --speculative-algorithm"):
-            LayerflowLinker(None, params, components=(), extra_config={})
+    return SimpleNamespace(**none | pools)
+
+
+def test_draft_models_that_are_not_known_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = params(mtp_draft_mamba_pools=("pool",))
+    with pytest.raises(Unsupported, match=r"recurrent states of its own.*run without --speculative-algorithm"):
+        LayerflowLinker(None, states, components=(), extra_config={})
+    for pools in ("mtp_draft_device_pools", "sidecar_draft_device_pools"):
+        for algorithm in ("DFLASH", None):
+            resolved = SimpleNamespace(speculative_algorithm=algorithm)
+            monkeypatch.setattr(linker, "get_spec", lambda resolved=resolved: resolved)
+            with pytest.raises(Unsupported, match=rf"--speculative-algorithm {algorithm}.*EAGLE, EAGLE3, STANDALONE"):
+                LayerflowLinker(None, params(**{pools: ("pool",)}), components=(), extra_config={})
+    assert set(ALGORITHMS) <= {each.name for each in SpeculativeAlgorithm}
+    assert drafts_of([], "NGRAM") == []
+    with pytest.raises(Unsupported, match="belongs to no model runner"):
+        drafts_of([object()], "EAGLE")
+
+
+class Attention(torch.nn.Module):
+    """As far as SGLang's goes."""
+
+    def __init__(self, layer_id: int) -> None:
+        super().__init__()
+        self.layer_id = layer_id
+
+
+class RadixAttention(Attention):
+    """Known by its name."""
+
+
+def test_a_draft_model_is_found_by_its_cache() -> None:
+    """Its layers have the numbers of the model's: they are told apart by what they are."""
+    runners = [ModelRunner.__new__(ModelRunner) for _ in range(2)]
+    for heads, runner in enumerate(runners, 4):
+        runner.token_to_kv_pool = object()
+        runner.model = torch.nn.ModuleList([RadixAttention(0), Attention(1), RadixAttention(1)])
+        runner.model_config = SimpleNamespace(get_total_num_kv_heads=lambda heads=heads: heads)
+    model, draft = runners
+    (found,) = drafts_of([draft.token_to_kv_pool], "EAGLE")
+    assert (found.pool, found.heads) == (draft.token_to_kv_pool, 5)
+    assert found.layers == {0: draft.model[0], 1: draft.model[2]}
+    cache = engine.EngineCache.__new__(engine.EngineCache)
+    cache.layout = SimpleNamespace(layers={0: 0, 1: 1}, draft_layers=({0: 2, 1: 3},))  # type: ignore[assignment]
+    cache._drafted = engine._drafted([found], cache.layout)
+    told = [cache.number_of(each) for each in (model.model[0], model.model[2], draft.model[0], draft.model[2])]
+    assert told == [0, 1, 2, 3]
+    assert cache.number_of(RadixAttention(9)) is None
+
+
+def test_a_draft_models_cache_is_waited_for_by_its_own_numbers() -> None:
+    waited: list[tuple[int, int]] = []
+    waits = linker.LayerWaits({0: 0, 2: 1})
+    draft = linker.DraftWaits({0: 2}, waits)
+    for each in (waits, draft):
+        each.wait_until(0)  # no batch runs
+    waits.loads = SimpleNamespace(wait=lambda batch, layer: waited.append((batch, layer)))  # type: ignore[assignment]
+    waits.set_consumer(7)
+    for layer in range(3):
+        waits.wait_until(layer)
+        draft.wait_until(layer)
+    assert waited == [(7, 0), (7, 2), (7, 1)]
+    assert (waits.num_layers, draft.num_layers, draft.consumer_index) == (3, 1, 7)
+
+
+def test_how_sglang_keys_pages_of_a_draft_model() -> None:
+    """With EAGLE by each token and the next, but for models with recurrent states."""
+    assert "is_eagle=spec_algorithm.is_eagle()" in inspect.getsource(kv_cache_builder)
+    assert "params.is_eagle and ComponentType.MAMBA not in components" in inspect.getsource(unified_tree_core)
+    for eagle, recurrent, pairs in ((True, False, True), (True, True, False), (False, False, False)):
+        assert linker._keys_are_pairs(SimpleNamespace(is_eagle=eagle), recurrent) is pairs
+    fields = {
+        "speculative_algorithm", "speculative_draft_model_path", "speculative_draft_model_revision",
+        "speculative_draft_load_format", "speculative_draft_model_quantization", "enable_multi_layer_eagle",
+    }  # fmt: skip
+    assert fields <= set(ServerArgs.__struct_fields__)
+    assert callable(BaseSpecWorker._draft_model_runners)
+
+
+@pytest.mark.parametrize("tokens", [31, 32, 33])
+def test_the_last_page_of_a_prompt_with_a_draft_model_is_its_own(tokens: int) -> None:
+    """That model's row of the last token depends on the one that is made next."""
+
+    def request(room: int, length: int = tokens, **more: Any) -> Any:
+        usual = {"extra_key": None, "cache_salt": None, "lora_id": None, "bootstrap_room": room}
+        return SimpleNamespace(origin_input_ids=array("q", range(length)), **usual | more)
+
+    for pairs in (True, False):
+        hashing = backend.PromptHashing(16, pairs=pairs, drafts=True)
+        one, other = hashing.of(request(1)), hashing.of(request(2))
+        assert (one[:-1], len(one)) == (other[:-1], -(-tokens // 16))
+        assert one[-1] != other[-1]
+        assert one == hashing.of(request(1))
+        # What is whole is what SGLang's cache, and so the linker, calls it.
+        longer = RadixKey(array("q", range(tokens)), is_bigram=pairs)[: (tokens - 1) // 16 * 16]
+        assert one[:-1] == get_storage_hash_str(longer, None, page_size=16)
+    plain = backend.PromptHashing(16)
+    assert plain.of(request(1)) == plain.of(request(2))
+    assert plain.of(request(1, lora_id="x")) != plain.of(request(2, lora_id="x"))
 
 
 def test_salts_and_adapters_are_in_the_page_hashes() -> None:

@@ -1,12 +1,15 @@
 """What SGLang itself has no CPU branch for, set by its plug-in entry point (``sglang.srt.plugins``) in each process.
 
-HiCache, a contender in the tests, pins host memory and copies with kernels, and Mooncake's backend pins indices; all
-are plain here, and with the variable ``PIN_NOTHING`` so are the tables of LoRA's torch backend. Where ``LAYERS_LOG``
-names a file, each layer's number is written there when it has computed its attention, with the time.
+Torch's attention knows nothing of speculative decoding: it is told where drafted tokens lie, of which chains of one
+(``--speculative-eagle-topk 1 --speculative-num-steps 1``) are tested. HiCache, a contender in the tests, pins host
+memory and copies with kernels, and Mooncake's backend pins indices; all are plain here, and with the variable
+``PIN_NOTHING`` so are the tables of LoRA's torch backend. Where ``LAYERS_LOG`` names a file, each layer's number is
+written there when it has computed its attention, with the time.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import time
@@ -27,6 +30,11 @@ def register() -> None:
     layernorm_gated._use_cpu = True  # it asks for AMX; its other branch is a Triton kernel
     HookRegistry.register("sglang.srt.mem_cache.pool_host.base.HostKVCache.__init__", _unpinned, HookType.BEFORE)
     HookRegistry.register("sglang.srt.disaggregation.utils.get_kv_class", _unpinned_indices, HookType.AFTER)
+    for target, hook in (
+        ("speculative.draft_utils.DraftBackendFactory.create_draft_extend_backend", _own_attention),
+        ("layers.attention.torch_native_backend.TorchNativeAttnBackend.forward_extend", _verified),
+    ):
+        HookRegistry.register(f"sglang.srt.{target}", hook, HookType.AROUND)
     if path := os.environ.get("LAYERS_LOG"):
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         computed = functools.partial(_computed, log)
@@ -36,6 +44,24 @@ def register() -> None:
     mha.transfer_kv_direct = transfer_kv_direct
     mha.transfer_kv_per_layer_direct_pf_lf = transfer_kv_per_layer_direct_pf_lf
     mha.transfer_kv_all_layer_direct_lf_pf = transfer_kv_all_layer_direct_lf_pf
+
+
+def _own_attention(original: Callable[[Any], Any], factory: Any) -> Any:
+    """None = the draft model's passes over a prompt use what its runner has anyway: torch's has no kind of its own."""
+    own = factory.draft_model_runner.attn_backend
+    return None if type(own).__name__ == "TorchNativeAttnBackend" else original(factory)
+
+
+def _verified(
+    original: Callable[..., Any], backend: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, **kwargs: Any
+) -> Any:
+    """A pass that verifies a chain of drafted tokens is one over the end of a prompt: they lie behind `seq_lens`."""
+    if batch.forward_mode.is_target_verify():
+        chain, verified = batch.spec_info.draft_token_num, copy.copy(batch)
+        verified.extend_prefix_lens, verified.seq_lens = batch.seq_lens, batch.seq_lens + chain
+        verified.extend_seq_lens = torch.full_like(batch.seq_lens, chain)
+        batch = verified
+    return original(backend, q, k, v, layer, batch, **kwargs)
 
 
 def _unpinned(self: Any, **geometry: Any) -> tuple[tuple[Any], dict[str, Any]]:

@@ -117,18 +117,17 @@ class BatchSaves:
         if self._at_once:
             self._open_all()
 
-    def layer_done(self, layer: int) -> None:
+    def layer_done(self, layer: int | None) -> None:
         """The batch has written a layer's new keys and values, or its state.
 
-        :param layer: SGLang's number.
+        :param layer: layerflow's number; None = it has no cache.
         """
         if not self.running or not self.by_layer:
             return
-        own = self._layout.layers.get(layer)
-        if own is not None and own not in self._told:
-            event = self._told[own] = self._written()
+        if layer is not None and layer not in self._told:
+            event = self._told[layer] = self._written()
             for step in self._steps:
-                step.layer_done(own, event)
+                step.layer_done(layer, event)
 
     def end(self, unsound: Callable[[], Collection[str]] = frozenset) -> None:
         """The batch has run, or has been given to the device. Layers that no hook has told of are saved now.

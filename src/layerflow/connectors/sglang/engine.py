@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
+import threading
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -13,14 +16,21 @@ import structlog
 import torch
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache.utils import get_hash_str
-from sglang.srt.runtime_context import get_lora, get_parallel
+from sglang.srt.runtime_context import get_lora, get_parallel, get_spec
 
 from layerflow.agent import Agent
 from layerflow.connectors.common.loaded import LoadedWeights
-from layerflow.connectors.common.weights import START_WAIT_S, Weights, WeightsReading
+from layerflow.connectors.common.weights import START_WAIT_S, Checkpoint, Weights, WeightsReading
 from layerflow.connectors.sglang.batch_saves import DRAIN_S, BatchSaves
-from layerflow.connectors.sglang.identity import arithmetic_of, checkpoint_of, loaded_modules
-from layerflow.connectors.sglang.layout import KV, SWA, layout_of
+from layerflow.connectors.sglang.drafts import Draft
+from layerflow.connectors.sglang.identity import (
+    arithmetic_of,
+    checkpoint_of,
+    draft_checkpoint_of,
+    drafting_of,
+    loaded_modules,
+)
+from layerflow.connectors.sglang.layout import KV, SWA, PoolLayout, layout_of
 from layerflow.connectors.sglang.options import SglangOptions
 from layerflow.connectors.sglang.versions import check_version
 from layerflow.errors import Unsupported
@@ -40,6 +50,7 @@ class EngineCache:
     :param cfg: SGLang's ServerArgs.
     :param kvcache: its KV pool. :param states: its request pool, where that holds recurrent states; else None.
     :param page: tokens of a page. :param window: tokens that a sliding layer keeps; 0 = there are none.
+    :param drafts: draft models whose caches belong to it.
     :param role: told apart from other agents of the same process; "" = the only one.
     :raises ConfigError: the weights have no name, see :func:`.identity.checkpoint_of`.
     :raises Unsupported: an SGLang, a parallelism, a model or a pool that is not known here.
@@ -57,6 +68,7 @@ class EngineCache:
         states: Any,
         page: int,
         window: int = 0,
+        drafts: Sequence[Draft] = (),
         role: str = "",
     ) -> None:
         check_version(sglang.__version__, allow_unknown=options.allow_unknown)
@@ -65,18 +77,30 @@ class EngineCache:
         _refuse(config, parallel)
         heads = {KV: config.get_total_num_kv_heads(), SWA: config.get_swa_num_kv_heads(1)}
         self.rank = Shard(parallel.attn_tp_rank, parallel.attn_tp_size)
-        self.layout = layout_of(kvcache, states, page, window, heads, self.rank)
+        cached = [(draft.pool, draft.heads) for draft in drafts]
+        self.layout = layout_of(kvcache, states, page, window, heads, self.rank, cached)
+        self._drafted = _drafted(drafts, self.layout)
         self.engine = _engine_id(cfg, parallel, role)
         self.name = (options.name or _name(cfg, parallel)) + (f"-{role}" if role else "")
         self._options = options
         modules = loaded_modules()
         dtypes = [str(tensor.dtype) for planes in self.layout.tensors.values() for tensor in planes.values()]
-        self._arithmetic = arithmetic_of(cfg, sglang.__version__, modules, dtypes, get_lora().lora_paths or ())
+        self._arithmetic = arithmetic_of(
+            cfg,
+            sglang.__version__,
+            modules,
+            dtypes,
+            get_lora().lora_paths or (),
+            drafting=drafting_of(cfg, get_spec()) if drafts else "",
+        )
         self._weights = LoadedWeights(modules)
         self._named = Weights(options.model_content)
         self._replaced = 0
         self._stale = ""
-        self._reading = WeightsReading(checkpoint_of(cfg, options.model_content).content)
+        weights = [checkpoint_of(cfg, options.model_content)]
+        if drafts and not options.model_content:  # which names them all
+            weights.append(draft_checkpoint_of(cfg, get_spec()))
+        self._reading = WeightsReading(functools.partial(_content, weights))
         self._agent: Agent | None = None
         # SGLang compiles its page hash at the first call, which would take that request 2 to 18 s.
         get_hash_str(array("q", range(page)), None, page_size=page)
@@ -99,6 +123,14 @@ class EngineCache:
                 lookup_timeout_s=self._options.lookup_timeout_s,
             )
         return self._agent
+
+    def number_of(self, layer: Any) -> int | None:
+        """layerflow's number of a layer of SGLang's, the model's or a draft model's; None = it has no cache here.
+
+        :param layer: the module itself: models count their layers alike.
+        """
+        drafted = self._drafted.get(id(layer))
+        return self.layout.layers.get(layer.layer_id) if drafted is None else drafted
 
     def are_replaced(self) -> bool:
         """Are the weights others than those that the keys name? Then nothing is to be loaded or saved until
@@ -179,6 +211,21 @@ class EngineCache:
         self._weights.close()
         if self._agent is not None:
             self._agent.close()
+
+
+def _drafted(drafts: Sequence[Draft], layout: PoolLayout) -> dict[int, int]:
+    """layerflow's numbers of draft models' layers, by the modules' identities."""
+    return {
+        id(module): numbers[layer]
+        for draft, numbers in zip(drafts, layout.draft_layers, strict=True)
+        for layer, module in draft.layers.items()
+        if layer in numbers
+    }
+
+
+def _content(weights: Sequence[Checkpoint], stop: threading.Event) -> str:
+    """Digest of all of these."""
+    return "+".join(each.content(stop) for each in weights)
 
 
 def _refuse(config: ModelConfig, parallel: Any) -> None:

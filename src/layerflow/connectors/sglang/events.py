@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import structlog
 from sglang.srt.disaggregation.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -58,6 +59,9 @@ MOST_NAMESPACE = 1024
 
 HASH_BYTES = 32
 """Of a page's hash in SGLang; what is behind it in a :data:`Hash` is the seed of its namespace, or nothing."""
+
+
+log = structlog.get_logger("layerflow.sglang")
 
 
 class _WatchedPublisher(WatchedPublisher, ZmqEventPublisher):  # type: ignore[misc]
@@ -284,14 +288,17 @@ class PoolEvents:
             yield ChunkDescription(digests[number], parent, raw[number * size : (number + 1) * size], extra)
 
 
-def pool_events(params: Any, config: str | None, sources: Sequence[int]) -> PoolEvents | None:
+def pool_events(params: Any, config: str | None, sources: Sequence[int], *, pairs: bool = False) -> PoolEvents | None:
     """What tells routers; None = SGLang's events are off, or another rank publishes them.
 
     :param params: SGLang's CacheInitParams. :param config: its ``--kv-events-config``.
-    :param sources: as of :class:`PoolEvents`.
+    :param sources: as of :class:`PoolEvents`. :param pairs: SGLang's keys are of each token and the next one.
     """
     publisher = KVEventsConfig.from_cli(config).publisher if config and params.enable_kv_cache_events else "null"
     if publisher == "null" or publisher not in EventPublisherFactory._registry:  # which SGLang refuses
+        return None
+    if pairs:
+        log.info("pool_events_off", reason="SGLang keys pages of an EAGLE draft model by pairs of tokens")
         return None
     return PoolEvents(
         publisher,

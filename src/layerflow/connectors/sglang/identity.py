@@ -41,14 +41,44 @@ def checkpoint_of(cfg: Any, named: str) -> Checkpoint:
     return checkpoint(cfg.model_path, load_format, revision=cfg.revision, seed=cfg.random_seed or 0, named=named)
 
 
+def draft_checkpoint_of(cfg: Any, spec: Any) -> Checkpoint:
+    """Which weights SGLang's draft model was loaded from.
+
+    :param cfg: its ServerArgs. :param spec: of these, what is about speculative decoding, aliases resolved.
+    :raises ConfigError: they are not safetensors files that can be found here.
+    """
+    load_format = spec.speculative_draft_load_format or cfg.load_format
+    return checkpoint(
+        spec.speculative_draft_model_path or cfg.model_path,
+        str(getattr(load_format, "value", load_format)),
+        revision=spec.speculative_draft_model_revision,
+        seed=cfg.random_seed or 0,
+    )
+
+
+def drafting_of(cfg: Any, spec: Any) -> str:
+    """What besides the weights of model and draft model decides the rows of the latter's cache; arguments as of
+    :func:`draft_checkpoint_of`.
+    """
+    quantization = spec.speculative_draft_model_quantization or cfg.quantization or ""
+    return json.dumps([str(spec.speculative_algorithm), bool(spec.enable_multi_layer_eagle), str(quantization)])
+
+
 def arithmetic_of(
-    cfg: Any, release: str, modules: list[nn.Module], dtypes: Iterable[str], adapters: Iterable[Any] = ()
+    cfg: Any,
+    release: str,
+    modules: list[nn.Module],
+    dtypes: Iterable[str],
+    adapters: Iterable[Any] = (),
+    *,
+    drafting: str = "",
 ) -> str:
     """What besides the weights decides the cached numbers, the same on every host and rank.
 
     :param release: SGLang's: a disk outlives upgrades, and releases mend rotary and scale bugs.
     :param dtypes: of the cache's tensors.
     :param adapters: what SGLang has loaded at its start, its LoRARefs.
+    :param drafting: of :func:`drafting_of`, where a draft model's cache is stored too.
     :raises ConfigError: an adapter's files cannot be read.
     """
     computed = model_facts(modules, (), _KNOWN_CODE, frozenset({LENGTH}))
@@ -66,6 +96,8 @@ def arithmetic_of(
     }
     if contents := _adapters(adapters):
         facts["adapters"] = contents
+    if drafting:
+        facts["drafting"] = drafting
     return json.dumps(facts, sort_keys=True)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,12 +31,19 @@ log = structlog.get_logger("layerflow.sglang")
 class PoolGroup:
     """One of SGLang's pools as a group.
 
-    :param pool: SGLang's name of it.
+    :param pool: SGLang's name of it; of a draft model's cache the name of the pool whose slots it shares.
     :param blocks_are_pages: else a block is one token, or one state.
+    :param draft: a draft model's cache.
     """
 
     pool: str
     blocks_are_pages: bool = False
+    draft: bool = False
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return "draft" if self.draft else self.pool
 
     def table(self, pages: int, page: int, slots: np.ndarray) -> np.ndarray:
         """The block table of a chain of `pages` pages.
@@ -63,12 +70,14 @@ class PoolLayout:
     :param tensors: for the agent, by layer and plane.
     :param groups: of `spec`, in its order.
     :param layers: layerflow's layer numbers by SGLang's, which count layers without a cache too.
+    :param draft_layers: of each cache of a draft model: likewise. SGLang counts a draft model's layers from 0, too.
     """
 
     spec: ModelSpec
     tensors: dict[int, dict[str, torch.Tensor]]
     groups: tuple[PoolGroup, ...]
     layers: Mapping[int, int]
+    draft_layers: tuple[Mapping[int, int], ...] = ()
 
     @property
     def shortens(self) -> bool:
@@ -104,22 +113,35 @@ class _Pool:
 
 
 def layout_of(  # noqa: PLR0917 - what SGLang hands to a linker
-    kvcache: Any, states: Any, page: int, window: int, model_heads: Mapping[str, int], shard: Shard
+    kvcache: Any,
+    states: Any,
+    page: int,
+    window: int,
+    model_heads: Mapping[str, int],
+    shard: Shard,
+    drafts: Sequence[tuple[Any, int]] = (),
 ) -> PoolLayout:
     """Translate SGLang's pools.
+
+    A draft model's layers are numbered behind the model's own, in groups of their own: a hit needs them as well.
 
     :param kvcache: of its allocator. :param states: its request pool, where that holds recurrent states; else None.
     :param window: tokens that a sliding layer needs before the next one; 0 = there are none.
     :param model_heads: KV heads of the whole model, by pool.
     :param shard: the worker's ranks.
+    :param drafts: caches of draft models, which share the slots of full attention, each with the KV heads of its model.
     :raises Unsupported: a pool that is packed in a way which is not known here.
     """
     pools = list(_pools(kvcache, states, page, window, model_heads, shard.tp_size))
     order = sorted(layer for pool in pools for layer in pool.layers)
     numbers = {layer: number for number, layer in enumerate(order)}
+    numbered = [(pool, numbers) for pool in pools]
+    for draft in _drafts(kvcache, drafts, page, shard.tp_size):
+        begin = sum(len(pool.layers) for pool, _ in numbered)
+        numbered.append((draft, {layer: begin + at for at, layer in enumerate(sorted(draft.layers))}))
     groups = []
     tensors: dict[int, dict[str, torch.Tensor]] = {}
-    for pool in pools:
+    for pool, numbers_in in numbered:
         first = next(iter(pool.layers.values()))
         planes = tuple(
             Plane(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape[2:]))
@@ -127,12 +149,13 @@ def layout_of(  # noqa: PLR0917 - what SGLang hands to a linker
         )
         groups.append(
             GroupSpec(
-                pool.kind, pool.block_size, tuple(numbers[each] for each in sorted(pool.layers)), planes, pool.window
+                pool.kind, pool.block_size, tuple(numbers_in[each] for each in sorted(pool.layers)), planes, pool.window
             )
         )
-        tensors |= {numbers[layer]: dict(planes_of) for layer, planes_of in pool.layers.items()}
+        tensors |= {numbers_in[layer]: dict(planes_of) for layer, planes_of in pool.layers.items()}
         if pool.axis.refusal:
-            log.info("bound_to_tensor_size", pool=pool.group.pool, reason=pool.axis.refusal)
+            log.info("bound_to_tensor_size", pool=pool.group.name, reason=pool.axis.refusal)
+    pools = [pool for pool, _ in numbered]
     heads = tuple(0 if pool.axis.refusal else pool.axis.heads for pool in pools)
     stages = tuple((len(pool.layers),) for pool in pools)
     spec = ModelSpec(
@@ -143,7 +166,8 @@ def layout_of(  # noqa: PLR0917 - what SGLang hands to a linker
         attention="sglang/NHD",
         chunk_tokens=page,
     )
-    return PoolLayout(spec, tensors, tuple(pool.group for pool in pools), numbers)
+    draft_layers = tuple(numbers_in for pool, numbers_in in numbered if pool.group.draft)
+    return PoolLayout(spec, tensors, tuple(pool.group for pool in pools), numbers, draft_layers)
 
 
 def _pools(  # noqa: PLR0917
@@ -163,6 +187,21 @@ def _pools(  # noqa: PLR0917
         yield _state(states, page, tp_size)
     else:
         yield _attention(kvcache, {at: at for at in range(kvcache.layer_num)}, page, KV, heads, tp_size)
+
+
+def _drafts(kvcache: Any, drafts: Sequence[tuple[Any, int]], page: int, tp_size: int) -> Iterable[_Pool]:
+    """:raises Unsupported: see :func:`layout_of`."""
+    if drafts and type(kvcache).__name__ == "SWAKVPool":
+        raise Unsupported(
+            "a draft model beside a model with sliding windows: which slots it shares is not known; run without "
+            "--speculative-algorithm"
+        )
+    for pool, heads in drafts:
+        inner, places = pool, None
+        if type(pool).__name__ == "HybridLinearKVPool":  # of whose layers only those of attention have a cache here
+            inner, places = pool.full_kv_pool, {at: layer for layer, at in pool.full_attention_layer_id_mapping.items()}
+        found = _attention(inner, places or {at: at for at in range(inner.layer_num)}, page, KV, {KV: heads}, tp_size)
+        yield replace(found, group=replace(found.group, draft=True))
 
 
 def _attention(  # noqa: PLR0917

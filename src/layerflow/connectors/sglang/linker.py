@@ -18,7 +18,7 @@ import structlog
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
-from sglang.srt.runtime_context import get_disagg, get_observability
+from sglang.srt.runtime_context import get_disagg, get_observability, get_spec
 
 from layerflow.agent.control import Control
 from layerflow.connectors.common.guard import attempt, guarded, nothing
@@ -29,6 +29,7 @@ from layerflow.connectors.sglang.batch_saves import (
     untold_layers,
 )
 from layerflow.connectors.sglang.breaker import LoadBreaker
+from layerflow.connectors.sglang.drafts import drafts_of
 from layerflow.connectors.sglang.engine import EngineCache
 from layerflow.connectors.sglang.events import PoolEvents, pool_events
 from layerflow.connectors.sglang.layout import KV, MAMBA, SWA
@@ -61,11 +62,14 @@ log = structlog.get_logger("layerflow.sglang")
 class LayerWaits:
     """What SGLang's pools call before they read a layer: its ``layer_done_counter``.
 
-    :param num_layers: SGLang's count of the model's layers.
+    :param layers: layerflow's layer numbers by SGLang's.
+
+    :ivar num_layers: SGLang's count of the model's layers.
     """
 
-    def __init__(self, num_layers: int) -> None:
-        self.num_layers = num_layers
+    def __init__(self, layers: Mapping[int, int]) -> None:
+        self._layers = layers
+        self.num_layers = max(layers) + 1
         self.consumer_index = -1
         self.loads: Loads | None = None
 
@@ -75,8 +79,37 @@ class LayerWaits:
 
     def wait_until(self, layer: int) -> None:
         """Return once the layer is in place, has failed, or its batch's deadline has passed. Never raises."""
-        if self.consumer_index >= 0 and self.loads is not None:
+        self.wait_for(self._layers.get(layer))
+
+    def wait_for(self, layer: int | None) -> None:
+        """Likewise.
+
+        :param layer: layerflow's number; None = it has no cache.
+        """
+        if self.consumer_index >= 0 and self.loads is not None and layer is not None:
             self.loads.wait(self.consumer_index, layer)
+
+
+class DraftWaits:
+    """What a draft model's cache calls before it reads a layer: behind the model, in the same batch.
+
+    :param layers: layerflow's layer numbers by those of the draft model.
+    :param model: the model's. SGLang tells that one which batch runs.
+    """
+
+    def __init__(self, layers: Mapping[int, int], model: LayerWaits) -> None:
+        self._layers = layers
+        self._model = model
+        self.num_layers = max(layers) + 1
+
+    @property
+    def consumer_index(self) -> int:
+        """As of :class:`LayerWaits`."""
+        return self._model.consumer_index
+
+    def wait_until(self, layer: int) -> None:
+        """As :meth:`LayerWaits.wait_until`."""
+        self._model.wait_for(self._layers.get(layer))
 
 
 def _no() -> bool:
@@ -115,11 +148,13 @@ class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self, server_args: Any, params: Any, *, components: Any, extra_config: Any, forward_stream: Any = None
     ) -> None:
         self.options = parse_options(extra_config)
-        if params.mtp_draft_device_pools or params.sidecar_draft_device_pools or params.mtp_draft_mamba_pools:
+        if params.mtp_draft_mamba_pools:
             raise Unsupported(
-                "speculative decoding with a draft model: layerflow's linker does not move the draft model's cache "
-                "yet, and SGLang would draft from pages that nobody has filled; run without --speculative-algorithm"
+                "a draft model with recurrent states of its own: layerflow's linker does not move them, and SGLang "
+                "would draft from states that nobody has filled; run without --speculative-algorithm"
             )
+        pools = [*params.mtp_draft_device_pools, *params.sidecar_draft_device_pools]
+        drafts = drafts_of(pools, get_spec().speculative_algorithm) if pools else []
         hook_linker()
         self.forward_stream = forward_stream
         allocator = params.token_to_kv_pool_allocator
@@ -133,21 +168,25 @@ class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
             states=states,
             page=params.page_size,
             window=params.sliding_window_size or 0,
+            drafts=drafts,
         )
         layout = self._cache.layout
         self._translate = getattr(params.req_to_token_pool, "translate_mamba_indices", None)
-        self._pages = BatchPages(params.req_to_token_pool, params.page_size)
+        pairs = _keys_are_pairs(params, states is not None)
+        self._pages = BatchPages(params.req_to_token_pool, params.page_size, pairs=pairs)
         self._allocator = full_attention_allocator(allocator)
         self._breaker = LoadBreaker()
         self._attached: _Ready | None = None
         self._early = 0  #: nodes that came before the agent: failed saves, not taken yet, ahead of all others
-        self.layer_done_counter = LayerWaits(max(layout.layers) + 1)
+        self.layer_done_counter = LayerWaits(layout.layers)
+        for draft, numbers in zip(drafts, layout.draft_layers, strict=True):
+            draft.pool.register_layer_transfer_counter(DraftWaits(numbers, self.layer_done_counter))
         self.pools = {PoolName(group.pool): _pool_of(kvcache, states, group.pool) for group in layout.groups}
         if states is not None:
             states.register_layer_transfer_counter(self.layer_done_counter)
         if self.options.load and get_disagg().disaggregation_mode != "decode":  # which asks no linker for a hit
             whole = [number for number, group in enumerate(layout.groups) if group.pool == KV]
-            self.events = pool_events(params, get_observability().kv_events_config, whole)
+            self.events = pool_events(params, get_observability().kv_events_config, whole, pairs=pairs)
         if self.events is not None:
             hook_events()
         if self._saves_by_layer(server_args):
@@ -243,11 +282,14 @@ class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if ready is not None and not self._are_replaced():
             ready.pages.begin(self._pages.computed(batch, loading))
 
-    def layer_done(self, layer: int) -> None:
-        """The running batch has written a layer's new keys and values, or its state."""
+    def layer_done(self, layer: Any) -> None:
+        """The running batch has written a layer's new keys and values, or its state.
+
+        :param layer: SGLang's module, of the model or of a draft model.
+        """
         ready = self._attached
         if ready is not None and ready.batches.running:  # in a decode step that is all
-            attempt(lambda: ready.batches.layer_done(layer), "layer_done")
+            attempt(lambda: ready.batches.layer_done(self._cache.number_of(layer)), "layer_done")
 
     @guarded(nothing)
     def end_batch(self, batch: Any) -> None:
@@ -319,7 +361,7 @@ class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self._announce()
             log.info(
                 "linker_ready", engine=cache.name, attached=agent.attached, page_tokens=agent.spec.chunk_tokens,
-                layers=agent.spec.num_layers, groups=[group.pool for group in layout.groups],
+                layers=agent.spec.num_layers, groups=[group.name for group in layout.groups],
             )  # fmt: skip
         return self._attached
 
@@ -365,6 +407,13 @@ class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
 def _of(transfers: Any, pool: str) -> Any:
     return next(transfer for transfer in transfers if str(transfer.name) == pool)
+
+
+def _keys_are_pairs(params: Any, recurrent: bool) -> bool:
+    """Does SGLang key a page by each of its tokens and the next one, as the rows of a draft model's cache depend on?
+    Its tree (``UnifiedTreeCore.is_eagle``) does not where a model has recurrent states.
+    """
+    return bool(params.is_eagle) and not recurrent
 
 
 def _component(component: Any) -> str:

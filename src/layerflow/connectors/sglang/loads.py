@@ -56,7 +56,7 @@ class _Batch:
     :param step: None = it could not be opened.
     :param loads: by request.
     :param failed: by request: why.
-    :param waited: SGLang's numbers of the layers that have been waited for.
+    :param waited: the layers that have been waited for.
     """
 
     step: Step | NoStep | None
@@ -162,17 +162,15 @@ class Loads:
     def wait(self, number: int, layer: int) -> None:
         """Wait until a layer of a batch is in place, or has failed, or for the step's deadline.
 
-        :param layer: SGLang's number.
+        :param layer: layerflow's number.
         """
         batch = self._batches.get(number)
         if batch is None or batch.step is None or layer in batch.waited:
             return
         batch.waited.add(layer)
-        own = self._layout.layers.get(layer)
-        if own is not None:
-            step = batch.step
-            if not attempt(lambda: step.wait_layer(own), "wait_until"):
-                batch.failed |= dict.fromkeys(batch.loads, f"layer {layer} could not be waited for")
+        step = batch.step
+        if not attempt(lambda: step.wait_layer(layer), "wait_until"):
+            batch.failed |= dict.fromkeys(batch.loads, f"layer {layer} could not be waited for")
 
     def finish(self, number: int) -> bool:
         """Wait until the batch writes nothing any more; False = some of it is not in place, see :attr:`failures`."""

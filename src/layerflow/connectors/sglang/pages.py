@@ -18,17 +18,31 @@ PROMPT_MODES = ("EXTEND", "MIXED")
 """SGLang's forward modes whose pages are final: verifying drafts and diffusion write some several times."""
 
 
+def whole_pages(tokens: int, page: int, *, pairs: bool) -> int:
+    """How many pages of so many tokens are whole: with `pairs` the token behind a page's last one must be there."""
+    return max(0, tokens - pairs) // page
+
+
 def page_hashes(
-    tokens: array[int], page: int, *, extra_key: str | None, cache_salt: str | None, prior: str | None = None
+    tokens: array[int],
+    page: int,
+    *,
+    extra_key: str | None,
+    cache_salt: str | None,
+    prior: str | None = None,
+    pairs: bool = False,
 ) -> list[str]:
     """Of the leading whole pages.
 
     :param prior: hash of the page before them; None = they are a prompt's first.
+    :param pairs: keys are of each token and the next one, as SGLang has them with EAGLE: a draft model's row of a token
+        depends on both.
     """
-    whole = len(tokens) // page * page
-    if not whole:
+    pages = whole_pages(len(tokens), page, pairs=pairs)
+    if not pages:
         return []
-    return list(get_storage_hash_str(RadixKey(tokens[:whole], extra_key, cache_salt=cache_salt), prior, page_size=page))
+    key = RadixKey(tokens[: pages * page + pairs], extra_key, is_bigram=pairs, cache_salt=cache_salt)
+    return list(get_storage_hash_str(key, prior, page_size=page))
 
 
 def fetch_slots(pool: Any, spans: Sequence[tuple[int, int, int]], page: int) -> Callable[[], list[np.ndarray]]:
@@ -63,36 +77,41 @@ class PromptHashes:
     """Page hashes of requests that are computed in several batches: each page is hashed once.
 
     What a request has generated may be generated anew, so only pages of its prompt are remembered.
+
+    :param pairs: as of :func:`page_hashes`.
     """
 
-    def __init__(self, page: int) -> None:
+    def __init__(self, page: int, *, pairs: bool = False) -> None:
         self._page = page
+        self._pairs = pairs
         self._known: WeakKeyDictionary[Any, list[str]] = WeakKeyDictionary()
 
     def of(self, request: Any, first: int, end: int) -> list[str]:
         """Of its pages `first` to `end`, as the radix cache's nodes have them."""
         known, page = self._known.get(request, []), self._page
         known = known + page_hashes(
-            request.full_untruncated_fill_ids[len(known) * page : end * page],
+            request.full_untruncated_fill_ids[len(known) * page : end * page + self._pairs],
             page,
             extra_key=request.extra_key,
             cache_salt=request.cache_salt,
             prior=known[-1] if known else None,
+            pairs=self._pairs,
         )
-        self._known[request] = known[: len(request.origin_input_ids) // page]
+        self._known[request] = known[: whole_pages(len(request.origin_input_ids), page, pairs=self._pairs)]
         return known[first:end]
 
 
 class BatchPages:
     """What batches make whole, the same on every rank.
 
-    :param pool: SGLang's request pool.
+    :param pool: SGLang's request pool. :param pairs: as of :func:`page_hashes`.
     """
 
-    def __init__(self, pool: Any, page: int) -> None:
+    def __init__(self, pool: Any, page: int, *, pairs: bool = False) -> None:
         self._pool = pool
         self._page = page
-        self._hashes = PromptHashes(page)
+        self._pairs = pairs
+        self._hashes = PromptHashes(page, pairs=pairs)
 
     def computed(self, batch: Any, loading: Collection[str]) -> Iterator[ComputedPages]:
         """Tell the pages of a batch's requests that are whole once it has run. Their slots are fetched meanwhile.
@@ -106,7 +125,8 @@ class BatchPages:
         if batch.forward_mode.name in PROMPT_MODES:
             decoding = {id(each) for each in batch.decoding_reqs or ()}
             for request, start, count in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=False):
-                first, end = start // self._page, (start + count) // self._page
+                known = whole_pages(len(request.full_untruncated_fill_ids), self._page, pairs=self._pairs)
+                first, end = start // self._page, min((start + count) // self._page, known)
                 if first < end and id(request) not in decoding and not _stays_out(request):
                     requests.append(request)
                     spans.append((request.kv.req_pool_idx, first, end))

@@ -312,10 +312,10 @@ class BatchWatcher(Protocol):
         """
         ...
 
-    def layer_done(self, layer: int) -> None:
+    def layer_done(self, layer: Any) -> None:
         """A layer's new keys and values, or its state, are written.
 
-        :param layer: SGLang's number.
+        :param layer: SGLang's module: a draft model numbers its layers as the model does.
         """
         ...
 
@@ -368,4 +368,4 @@ def pages_freed(allocator: Any, *pages: Any) -> None:
 def layer_done(result: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
     """A layer's new keys and values, or its state, are written."""
     for watcher in _watching:
-        watcher.layer_done(layer.layer_id)
+        watcher.layer_done(layer)

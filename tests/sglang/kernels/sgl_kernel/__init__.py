@@ -1,7 +1,8 @@
 """A stand-in for SGLang's kernel package, which has no build for a CPU without AMX.
 
 SGLang imports about fifteen operators from here when ``SGLANG_USE_CPU_ENGINE=1``, and calls one of them outside
-speculative decoding. That one is written out; every other name imports, and raises when it is called.
+speculative decoding. That one is written out, and in :mod:`.speculative` those that chains of drafted tokens need;
+every other name imports, and raises when it is called.
 ``torch.ops.sgl_kernel.convert_weight_packed`` must stay absent: SGLang takes it as a sign that AMX is there.
 """
 
@@ -12,6 +13,24 @@ from typing import Any, NoReturn
 import torch
 
 from sgl_kernel import mamba
+from sgl_kernel.speculative import (
+    assign_draft_cache_locs_contiguous_cpu,
+    assign_extend_cache_locs_cpu,
+    build_tree_kernel_efficient_cpu,
+    copy_all_layer_kv_cache_cpu,
+    fill_bonus_tokens_cpu,
+    verify_tree_greedy_cpu,
+)
+
+__all__ = [
+    "assign_draft_cache_locs_contiguous_cpu",
+    "assign_extend_cache_locs_cpu",
+    "assign_req_to_token_pool_cpu",
+    "build_tree_kernel_efficient_cpu",
+    "copy_all_layer_kv_cache_cpu",
+    "fill_bonus_tokens_cpu",
+    "verify_tree_greedy_cpu",
+]
 
 mamba.register()
 

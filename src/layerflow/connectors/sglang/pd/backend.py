@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import time
 from array import array
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,10 +33,11 @@ from sglang.srt.utils.network import NetworkAddress
 from layerflow.agent.lookups import Lookups
 from layerflow.connectors.common.guard import attempt, tell
 from layerflow.connectors.sglang.batch_saves import ALLOCATORS, BatchSaves, frees_are_seen, untold_layers
+from layerflow.connectors.sglang.drafts import drafts_of
 from layerflow.connectors.sglang.engine import EngineCache
 from layerflow.connectors.sglang.layout import KV, MAMBA
 from layerflow.connectors.sglang.options import SglangOptions, options_of_environment
-from layerflow.connectors.sglang.pages import fetch_slots, page_hashes
+from layerflow.connectors.sglang.pages import fetch_slots, page_hashes, whole_pages
 from layerflow.connectors.sglang.pd.attempts import asked_attempt, next_attempt
 from layerflow.connectors.sglang.pd.decoding import DecodeSide, Following, PromptProgress
 from layerflow.connectors.sglang.pd.first_tokens import FirstTokens
@@ -71,6 +74,7 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
         self.decode: DecodeSide | None = None
         self._pages: EngineCache | None = None
         self._request_pool: Any = None
+        self._hashing: PromptHashing | None = None
         self._first = FirstTokens()
         self._control = OwnedThread("layerflow-sglang-pd", self._hear, restart_s=0.1).start()
         self._attempts: dict[int, int] = {}  #: by room: the attempt that is under way here, where it is not the first
@@ -87,8 +91,13 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
         :raises Unsupported: a model or a parallelism that is not known here.
         """
         scheduler = queue.scheduler
-        if scheduler.spec_algorithm is not None and not scheduler.spec_algorithm.is_none():
-            raise Unsupported("speculative decoding: layerflow's transfer backend does not move a draft's cache yet")
+        algorithm = scheduler.spec_algorithm
+        drafts = drafts_of(_draft_pools(scheduler), algorithm.name)
+        if not (drafts or algorithm.is_none()):
+            raise Unsupported(
+                f"--speculative-algorithm {algorithm.name}: layerflow's transfer backend does not know what it needs "
+                "besides keys and values; choose EAGLE or EAGLE3, or run without it"
+            )
         kinds = [kind.name for kind in getattr(self.kv_args, "state_types", None) or ()]
         if set(kinds) - {"MAMBA"}:
             raise Unsupported(f"layerflow's transfer backend hands over attention and recurrent states, not {kinds}")
@@ -101,7 +110,13 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
             kvcache=queue.token_to_kv_pool,
             states=states,
             page=self.kv_args.page_size,
+            drafts=drafts,
             role=self.disaggregation_mode.value,
+        )
+        self._hashing = PromptHashing(
+            self.kv_args.page_size,
+            pairs=bool(drafts) and algorithm.is_eagle() and states is None,
+            drafts=bool(drafts),
         )
         agent = cache.agent()
         if agent is None:
@@ -129,16 +144,10 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
         if self._pages is not None:
             self._pages.rename()
 
-    def weights_change(self) -> None:
-        """SGLang is about to write to the weights: nothing that may come of both is handed over."""
-        if self._pages is not None:
-            self._pages.about_to_be_replaced()
-
-    def memory_goes(self) -> None:
-        """SGLang is about to let go of memory: nothing reads or writes its pools any more when this returns."""
-        agent = self._pages.agent() if self._pages is not None else None
-        if agent is not None:
-            agent.revoke("SGLang lets go of its cache's memory")
+    def hashes_of(self, request: Any) -> list[str]:
+        """Of a request's prompt, see :meth:`PromptHashing.of`."""
+        assert self._hashing is not None
+        return self._hashing.of(request)
 
     @property
     def obstacle(self) -> str:
@@ -171,7 +180,7 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
                 self.give_up(sender.bootstrap_room, obstacle)
                 continue
             try:
-                sender.hashes = sender.hashes or prompt_hashes(request, self.kv_args.page_size)
+                sender.hashes = sender.hashes or self.hashes_of(request)
                 parts.append(self._part(request, sender, loads=request.rid in loading))
             except Exception as error:  # noqa: BLE001 - told, and decode is; other requests of the batch go on
                 tell("run_batch", request.rid, error)
@@ -193,10 +202,14 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
         for room, reason in failed.items():
             self.tell_failure(room, reason)
 
-    def layer_done(self, layer: int) -> None:
-        """A layer's new keys and values, or its state, are written."""
-        assert self.prefill is not None
-        self.prefill.saves.layer_done(layer)
+    def layer_done(self, layer: Any) -> None:
+        """A layer's new keys and values, or its state, are written.
+
+        :param layer: SGLang's module, of the model or of a draft model.
+        """
+        assert self.prefill is not None and self._pages is not None
+        if self.prefill.saves.running:
+            self.prefill.saves.layer_done(self._pages.number_of(layer))
 
     def pages_freed(self, allocator: Any, pages: Sequence[Any]) -> None:
         """SGLang gives pages to other requests.
@@ -406,7 +419,7 @@ class LayerflowReceiver(CommonKVReceiver):  # type: ignore[misc]
                 self.kv_mgr.begin_attempt(self.bootstrap_room, next_attempt(request))
             if again and request.lora_id is not None:
                 raise Unsupported("SGLang asks prefill to compute a retracted request without its adapter")
-            self._hashes = prompt_hashes(request, self.kv_mgr.kv_args.page_size)
+            self._hashes = self.kv_mgr.hashes_of(request)
         except Exception as error:  # noqa: BLE001 - told, and this request fails
             tell("prepare", request.rid, error)
             self._refusal = str(error)
@@ -515,25 +528,49 @@ def _check_allocator(allocator: Any) -> None:
         )
 
 
-def prompt_hashes(request: Any, page: int) -> list[str]:
-    """Page hashes of a prompt, as SGLang's stores have them, and one of what is left behind the last whole page.
+@dataclass(frozen=True, slots=True)
+class PromptHashing:
+    """How both engines name the pages of a prompt that is handed over.
 
-    Of a request that decode has retracted, its output so far belongs to the prompt that prefill is asked to compute.
-
-    An adapter's name in SGLang is another one in each engine, so a prompt with one is handed over under its room, and
-    shared with nobody.
+    :param pairs: as of :func:`.pages.page_hashes`, as SGLang's own cache has it.
+    :param drafts: a draft model's cache is handed over too.
     """
-    extra, salt = request.extra_key, request.cache_salt
-    if request.lora_id is not None:
-        extra, salt = f"room-{request.bootstrap_room}", None
-    tokens = request.origin_input_ids
-    if getattr(request, "pd_rebootstrap_in_progress", False):
-        tokens = array("q", [*tokens, *request.output_ids])
-    hashes = page_hashes(tokens, page, extra_key=extra, cache_salt=salt)
-    if left := tokens[len(hashes) * page :]:
-        rest = RadixKey(left, extra, cache_salt=salt)
-        hashes.append(get_hash_str(rest, hashes[-1]) if hashes else get_storage_hash_str(rest, None))
-    return hashes
+
+    page: int
+    pairs: bool = False
+    drafts: bool = False
+
+    def of(self, request: Any) -> list[str]:
+        """Page hashes of a prompt, as SGLang's stores have them, and one of what is left behind the last whole page.
+
+        Of a request that decode has retracted, its output so far belongs to the prompt that prefill is asked to
+        compute.
+
+        An adapter's name in SGLang is another one in each engine, so a prompt with one is handed over under its room,
+        and shared with nobody. So is a prompt's last page where there is a draft model: that one's row of the last
+        token depends on the token that is made next.
+        """
+        extra, salt, room = request.extra_key, request.cache_salt, f"room-{request.bootstrap_room}"
+        if request.lora_id is not None:
+            extra, salt = room, None
+        tokens = request.origin_input_ids
+        if getattr(request, "pd_rebootstrap_in_progress", False):
+            tokens = array("q", [*tokens, *request.output_ids])
+        whole = whole_pages(len(tokens), self.page, pairs=self.drafts) * self.page
+        hashes = page_hashes(
+            tokens[: whole + self.pairs], self.page, extra_key=extra, cache_salt=salt, pairs=self.pairs
+        )
+        if left := tokens[whole:]:
+            rest = RadixKey(left, extra, cache_salt=salt)
+            found = get_hash_str(rest, hashes[-1]) if hashes else get_storage_hash_str(rest, None)
+            hashes.append(hashlib.sha256(f"{found} {room}".encode()).hexdigest() if self.drafts else found)
+        return hashes
+
+
+def _draft_pools(scheduler: Any) -> list[Any]:
+    """Caches of the draft models of its speculative decoding, in the order of their steps."""
+    worker = scheduler.draft_worker
+    return [runner.token_to_kv_pool for runner in worker._draft_model_runners()] if worker is not None else []
 
 
 def _state_slot(pool: Any, index: int) -> np.ndarray:
