@@ -52,16 +52,15 @@ def _own_attention(original: Callable[[Any], Any], factory: Any) -> Any:
     return None if type(own).__name__ == "TorchNativeAttnBackend" else original(factory)
 
 
-def _verified(
-    original: Callable[..., Any], backend: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, **kwargs: Any
-) -> Any:
+def _verified(original: Callable[..., Any], backend: Any, *given: Any, **named: Any) -> Any:
     """A pass that verifies a chain of drafted tokens is one over the end of a prompt: they lie behind `seq_lens`."""
+    *tensors, layer, batch = given[:5]
     if batch.forward_mode.is_target_verify():
         chain, verified = batch.spec_info.draft_token_num, copy.copy(batch)
         verified.extend_prefix_lens, verified.seq_lens = batch.seq_lens, batch.seq_lens + chain
         verified.extend_seq_lens = torch.full_like(batch.seq_lens, chain)
         batch = verified
-    return original(backend, q, k, v, layer, batch, **kwargs)
+    return original(backend, *tensors, layer, batch, *given[5:], **named)
 
 
 def _unpinned(self: Any, **geometry: Any) -> tuple[tuple[Any], dict[str, Any]]:
