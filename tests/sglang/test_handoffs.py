@@ -147,6 +147,21 @@ def test_a_prefill_server_that_dies_fails_its_requests_soon(llama: Pair, servers
     assert later.took_s < SOON_S
 
 
+def test_new_weights_end_hand_offs_and_no_server(servers: Servers) -> None:
+    servers.stop_serving()
+    servers.serve()
+    pair = start_pair(servers, "llama")
+    try:
+        assert pair.generate(PROMPT).tokens == EXPECTED["llama"]
+        pair.prefill.update_weights_from_disk("llama-other")
+        for seed in (60, 61):
+            answer = pair.generate(prompt(seed, 200))
+            assert answer.status == 500 and "layerflow" in answer.error, answer
+        assert pair.prefill.alive and pair.decode.alive
+    finally:
+        pair.close()
+
+
 @pytest.mark.campaign
 def test_a_decode_server_that_dies_leaves_nothing_behind(servers: Servers) -> None:
     """Prefill's pages are free when its saves have ended, and hand-offs end."""

@@ -424,6 +424,35 @@ def test_what_a_pass_leaves_is_saved_behind_its_own_stream(monkeypatch: pytest.M
     assert event.query()
 
 
+def test_a_backends_cache_hears_of_new_weights_and_of_memory_that_goes() -> None:
+    revoked: list[str] = []
+    cache = engine.EngineCache.__new__(engine.EngineCache)
+    cache._agent, cache._stale = SimpleNamespace(revoke=revoked.append), ""  # type: ignore[assignment]
+    manager = backend.LayerflowManager.__new__(backend.LayerflowManager)
+    manager._pages = cache
+    assert not missing(plugin.CacheKeeper, backend.LayerflowManager) and not missing(
+        plugin.CacheKeeper, LayerflowLinker
+    )
+    plugin.keep_cache(manager)
+    try:
+        plugin.weights_change()
+        assert len(revoked) == 1 and manager.obstacle == backend.REPLACED
+        plugin.memory_goes()
+        assert len(revoked) == 2
+    finally:
+        plugin.forget_cache(manager)
+
+
+def test_who_watches_batches_hears_all_of_them() -> None:
+    assert not missing(plugin.BatchWatcher, backend.LayerflowManager)
+    assert not missing(plugin.BatchWatcher, LayerflowLinker)
+
+
+def missing(protocol: type, kind: type) -> set[str]:
+    """What of a protocol's calls a class of SGLang's kin, which no type checker looks into, does not have."""
+    return {name for name in vars(protocol) if not name.startswith("_")} - set(dir(kind))
+
+
 def test_passes_that_call_a_layer_more_than_once_tell_of_none() -> None:
     cache = engine.EngineCache.__new__(engine.EngineCache)
     cache._agent, cache.layout = SimpleNamespace(record=None), None  # type: ignore[assignment]

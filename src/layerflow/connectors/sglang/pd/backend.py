@@ -144,6 +144,17 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
         if self._pages is not None:
             self._pages.rename()
 
+    def weights_change(self) -> None:
+        """SGLang is about to write to the weights: nothing that may come of both old and new ones is handed over."""
+        if (cache := self._pages) is not None:
+            attempt(cache.about_to_be_replaced, "weights_change")
+
+    def memory_goes(self) -> None:
+        """SGLang is about to let go of memory: nothing reads or writes its pools any more when this returns."""
+        agent = self._pages.agent() if self._pages is not None else None
+        if agent is not None:
+            attempt(lambda: agent.revoke("SGLang lets go of its cache's memory"), "memory_goes")
+
     def hashes_of(self, request: Any) -> list[str]:
         """Of a request's prompt, see :meth:`PromptHashing.of`."""
         assert self._hashing is not None
