@@ -13,7 +13,6 @@ from e2e.known import eventually
 from sglang_fakes import PAGE, PoolWorker, crawl, layout, page_hashes
 from test_sglang_saves import HandMadeAgent
 
-from layerflow.connectors.sglang import batch_saves
 from layerflow.connectors.sglang.batch_saves import BatchSaves
 from layerflow.connectors.sglang.layout import KV, MAMBA, SWA
 from layerflow.connectors.sglang.page_saves import ComputedPages, PageSaves
@@ -199,9 +198,9 @@ def test_pages_that_are_freed_are_read_to_the_end_before(embed: Embed, workers: 
 def test_a_save_that_does_not_end_is_cut_off_where_its_pages_are_freed(
     embed: Embed, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_saves, "DRAIN_S", 0.01)
     server = embed(pool__link_gbps=0.2)
     worker = workers(server)
+    monkeypatch.setattr(worker.batches, "_drain_s", 0.01)
     crawl(worker.agent, server)
     hashes, slots = page_hashes(8), {KV: np.arange(8 * PAGE)}
     run(worker, (of("a", hashes, slots), slots))

@@ -231,7 +231,8 @@ def test_weights_that_are_replaced_under_a_batch_are_in_no_page_of_it(engine: En
     plugin.hook_weights()
     plugin.keep_cache(engine.linker)
     seen: list[str] = []
-    cache: Any = SimpleNamespace(_agent=engine.worker.agent, _stale="")
+    cache = EngineCache.__new__(EngineCache)
+    cache._agent, cache._stale = engine.worker.agent, ""
     engine.linker._cache.about_to_be_replaced = lambda: EngineCache.about_to_be_replaced(cache) or seen.append("told")  # type: ignore[method-assign]
     engine.linker._cache.are_replaced = lambda: bool(seen)  # type: ignore[method-assign]
     request = Request("r", range(100, 120), 1)

@@ -6,7 +6,7 @@ Slots that a save reads are not locked in SGLang. It may free them at any time, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,6 +54,18 @@ def untold_layers(server_args: Any) -> str:
     return ""
 
 
+def pages_to_save(
+    agent: Agent, layout: PoolLayout, name: str, hashes: Sequence[str], slots: Mapping[str, np.ndarray]
+) -> StepRequest:
+    """A save of a chain of pages.
+
+    :param slots: by pool: of its last pages, see :meth:`.layout.PoolLayout.tables`.
+    """
+    chain = agent.hashed_chain([each.encode() for each in hashes])
+    tables = layout.tables(len(hashes), slots)
+    return StepRequest(name, chain, tables, save=(0, len(hashes) * chain.chunk_tokens))
+
+
 class BatchSaves:
     """Of one worker, on its scheduler's thread.
 
@@ -68,8 +80,8 @@ class BatchSaves:
     :param drain_s: how long :meth:`let_go` waits.
 
     :ivar _steps: the running batch's. :ivar _held: those among them, by the request's name in its step, that publish
-        nothing before the batch has ended. :ivar _asked: what the running batch saves, not asked yet; and the events of
-        its layers so far.
+        nothing before the batch has ended.
+    :ivar _asked: tells what the running batch saves, until it is asked. :ivar _told: events of its layers so far.
     :ivar _reading: names of requests whose saves may not have ended.
     """
 
@@ -95,7 +107,6 @@ class BatchSaves:
         self._told: dict[int, object] = {}
         self._steps: list[Step | NoStep] = []
         self._held: dict[str, Step] = {}
-        self._seen: set[int] = set()
         self._reading: set[str] = set()
 
     @property

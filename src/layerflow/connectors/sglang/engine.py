@@ -137,8 +137,7 @@ class EngineCache:
         :meth:`rename`: SGLang may hold pages of both.
         """
         if not self._stale and (change := self._weights.change()):
-            self._stale = change
-            log.warning("weights_changed", seen=change, effect="nothing is shared until the cache is flushed")
+            self._expire(change)
         return bool(self._stale)
 
     def about_to_be_replaced(self) -> None:
@@ -149,8 +148,11 @@ class EngineCache:
             return
         self._agent.revoke(REPLACING)
         if not self._stale:
-            self._stale = REPLACING
-            log.warning("weights_changed", seen=REPLACING, effect="nothing is shared until the cache is flushed")
+            self._expire(REPLACING)
+
+    def _expire(self, seen: str) -> None:
+        self._stale = seen
+        log.warning("weights_changed", seen=seen, effect="nothing is shared until the cache is flushed")
 
     def rename(self) -> None:
         """SGLang's cache is empty: if the weights are others now, so are the keys from here on."""

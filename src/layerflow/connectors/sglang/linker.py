@@ -385,11 +385,9 @@ class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
             return False
         if server_args.disaggregation_mode != "null":  # prefill saves them for its hand-offs; decode computes none
             return False
-        reason = ""
+        reason = untold_layers(server_args)
         if not frees_are_seen(self._allocator):
             reason = f"it is not known when a {type(self._allocator).__name__} frees pages"
-        else:
-            reason = untold_layers(server_args)
         if reason:
             log.info("saves_by_node", reason=reason)
         return not reason

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from layerflow.agent.values import StepRequest
-from layerflow.connectors.sglang.batch_saves import BatchSaves, Begun
+from layerflow.connectors.sglang.batch_saves import BatchSaves, Begun, pages_to_save
 from layerflow.connectors.sglang.layout import KV, PoolLayout
 
 if TYPE_CHECKING:
@@ -92,11 +92,10 @@ class PageSaves:
 
     def _request(self, hashes: Sequence[str], slots: np.ndarray) -> StepRequest:
         name = f"pages-{next(self._numbers)}"
-        chain = self._agent.hashed_chain([each.encode() for each in hashes])
-        tables = self._layout.tables(len(hashes), {KV: slots.reshape(-1)})
+        request = pages_to_save(self._agent, self._layout, name, hashes, {KV: slots.reshape(-1)})
         self._saves[name] = hashes
         self._by_page |= dict.fromkeys(hashes, name)
-        return StepRequest(name, chain, tables, save=(0, len(hashes) * chain.chunk_tokens))
+        return request
 
     def _forget_ended(self) -> None:
         for name in [name for name in self._saves if not self._agent.busy(name)]:

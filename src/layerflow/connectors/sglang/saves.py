@@ -15,6 +15,7 @@ import structlog
 from layerflow.agent import NoStep
 from layerflow.agent.values import StepRequest
 from layerflow.connectors.common.guard import tell
+from layerflow.connectors.sglang.batch_saves import pages_to_save
 from layerflow.connectors.sglang.layout import PoolLayout
 from layerflow.connectors.sglang.page_saves import PageSaves
 
@@ -78,7 +79,8 @@ class Saves:
         self._waiting.append(save)
         if allowed and self._agent.attached:
             try:
-                save.request, save.event = self._request(save.name, hashes, slots), self._written()
+                save.request = pages_to_save(self._agent, self._layout, save.name, hashes, slots)
+                save.event = self._written()
                 save.behind = self._pages.under_way(hashes)
             except Exception as error:  # noqa: BLE001 - told, and the node is reported as not stored
                 save.request = None
@@ -121,11 +123,6 @@ class Saves:
         self._agent.poll()
         self._waiting.clear()
         self._failed.clear()
-
-    def _request(self, name: str, hashes: Sequence[str], slots: Mapping[str, np.ndarray]) -> StepRequest:
-        chain = self._agent.hashed_chain([each.encode() for each in hashes])
-        tables = self._layout.tables(len(hashes), slots)
-        return StepRequest(name, chain, tables, save=(0, len(hashes) * chain.chunk_tokens))
 
     def _open_waiting(self) -> None:
         """Open what waits for nothing any more."""
