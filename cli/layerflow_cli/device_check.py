@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from layerflow.device import Device, device_for, is_emulated
+from layerflow.device.accelerator import Accelerator
 from layerflow.errors import LayerflowError
 from layerflow.findings import Finding, ok, problem, warning
 from layerflow.objects import object_bytes
@@ -46,8 +47,8 @@ def examine_device(name: str) -> Iterator[Finding]:
         pinned = pinned_as.state.value == "ok" and device.kind != "cpu"
         yield pinned_as
         checks = [("streams and events", _events), ("copies", _copies)]
-        if device.kind != "cpu":  # which has one way
-            checks.append(("staged copies", _staged_copies))
+        if device.kind == "cuda":
+            checks.append(("copies by kernel", _kernel_copies))
         for check, examine in checks:
             try:
                 yield examine(device, name, arena)
@@ -99,11 +100,12 @@ def _copies(device: Device, name: str, arena: SharedMemory) -> Finding:
     return _there_and_back(device, name, arena, "copies", "ranges")
 
 
-def _staged_copies(device: Device, name: str, arena: SharedMemory) -> Finding:
-    """By way of a buffer on the device."""
-    if is_emulated(name):
-        return warning("staged copies", "not tried: under an emulated CANN no kernel computes", "try it on a real NPU")
-    return _there_and_back(device, name, arena, "staged copies", "staged")
+def _kernel_copies(device: Device, name: str, arena: SharedMemory) -> Finding:
+    """By a kernel on the device's cores."""
+    if not isinstance(device, Accelerator) or device.kernel is None:
+        advice = "blocks below 64 KiB move slower, and hold the engine up; the log says why: is Triton there, and gcc?"
+        return warning("copies by kernel", "this device has no such kernel", advice)
+    return _there_and_back(device, name, arena, "copies by kernel", "kernel")
 
 
 def _there_and_back(device: Device, name: str, arena: SharedMemory, check: str, way: str) -> Finding:
@@ -133,16 +135,16 @@ def _there_and_back(device: Device, name: str, arena: SharedMemory, check: str, 
     if wrong:
         advice = "do not use this device" if way == "ranges" else 'set transfer.copy_way = "ranges"'
         return problem(check, f"{wrong} of {2 * BLOCKS} blocks came back with other bytes", advice)
-    batches, calls, single, _, staged = (now - then for now, then in zip(device.copies.counts, before, strict=True))
-    if way == "staged" and staged < batches:
-        return warning(check, "no batch went by way of the buffer", "see the log: is the device's memory full?")
+    batches, calls, single, _, kernels = (now - then for now, then in zip(device.copies.counts, before, strict=True))
+    if way == "kernel" and kernels < batches:
+        return warning(check, "no batch was copied by it", "see the log: could its lists be pinned?")
     if single:
         return warning(
             check,
             f"{2 * BLOCKS} blocks came back equal; each range was a copy of its own ({single})",
             "pin the arena, and update the driver: cuda 12.8 or newer, CANN with aclrtMemcpyBatchAsync",
         )
-    said = f"; {calls} calls for {batches} batches" if batches else ""
+    said = f"; {calls or kernels} {'calls' if calls else 'launches'} for {batches} batches" if batches else ""
     return ok(check, f"{2 * BLOCKS} blocks went to the arena and came back equal{said}")
 
 

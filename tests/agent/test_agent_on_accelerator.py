@@ -83,6 +83,58 @@ def test_a_prefix_is_saved_and_loaded_into_other_blocks(server: EmbeddedServer) 
             assert not told.copies.single
 
 
+@pytest.mark.skipif(EMULATED_NPU, reason="no kernel computes under the emulator")
+@pytest.mark.parametrize(("way", "width"), [("ranges", 4096), ("kernel", 512), ("auto", 4096)])
+def test_the_order_of_what_an_engine_enqueues(way: str, width: int) -> None:
+    """Its thread waits for nothing but its own stream: products delay what a save reads and what a load overwrites."""
+    planes = (Plane("k", "float16", (width,)), Plane("v", "float16", (width,)))
+    spec = ModelSpec("m", "c", (GroupSpec("full", SIZE, tuple(range(LAYERS)), planes),), chunk_tokens=128)
+    tensors = {
+        layer: {plane: torch.zeros(64, SIZE, width, dtype=torch.float16, device=DEVICE) for plane in "kv"}
+        for layer in range(LAYERS)
+    }
+    matrix = torch.randn(4096, 4096, device=DEVICE)
+    chosen = Settings(pool={"size": "512MiB"}, transfer={"step_timeout_ms": 60_000, "copy_way": way})
+    with (
+        EmbeddedServer(chosen) as server,
+        Agent(server.endpoint, spec, tensors, context=server.context, wait_s=PATIENCE, lookup_timeout_s=60) as agent,
+    ):
+        assert agent.wait_warm(PATIENCE)
+        for turn in range(5):
+            chain = agent.chain([*range(turn * 1000, turn * 1000 + SIZE * 16)])
+            here, there = np.split(np.random.default_rng(turn).permutation(32).astype(np.int64), 2)
+            into, out = torch.from_numpy(here).to(DEVICE), torch.from_numpy(there).to(DEVICE)
+            wanted, seen = {}, {}
+            with agent.open_step([StepRequest("one", chain, (here,), save=(0, len(chain)), tail=True)]) as step:
+                for layer in range(LAYERS):
+                    assert step.wait_layer(layer)
+                    for _ in range(3):
+                        torch.mm(matrix, matrix)
+                    for plane in "kv":
+                        wanted[layer, plane] = torch.randn(16, SIZE, width, device=DEVICE).half()
+                        tensors[layer][plane][into] = wanted[layer, plane]
+                    step.layer_done(layer)
+            assert agent.wait_idle("one", PATIENCE) and agent.poll().saved == ("one",)
+            hit = agent.lookup("two", chain)
+            assert hit.tokens == len(chain) - 1
+            for _ in range(20):
+                torch.mm(matrix, matrix)
+            for layer in range(LAYERS):
+                for plane in "kv":
+                    tensors[layer][plane][out] = 7.0
+            with agent.open_step([StepRequest("two", chain, (there,), load=(0, hit.tokens), hit=hit)]) as step:
+                for layer in range(LAYERS):
+                    assert step.wait_layer(layer)
+                    for plane in "kv":
+                        seen[layer, plane] = tensors[layer][plane][out]
+                    step.layer_done(layer)
+            assert agent.wait_idle("two", PATIENCE)
+            for key, rows in wanted.items():
+                assert torch.equal(seen[key], rows), (turn, key)
+        counts = agent.statistics().copies
+        assert counts.kernels == (0 if way == "ranges" else counts.batches) and not counts.single
+
+
 def test_a_lost_server_fails_the_wait_and_the_arena_is_let_go(server: EmbeddedServer) -> None:
     with agent_on(server, paged()) as agent:
         chain = agent.chain(TOKENS)

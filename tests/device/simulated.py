@@ -20,6 +20,7 @@ import torch
 
 from layerflow.device import accelerator
 from layerflow.device.accelerator import Accelerator, BatchCopied, Int64
+from layerflow.errors import Unsupported
 
 DEVICE = torch.device("cuda", 0)
 POOL = 32  # streams that torch hands out in turn
@@ -130,6 +131,9 @@ class Machine:
     :ivar registered: bytes of each pinned range, by address.
     :ivar current: threads that have made the device their own.
     :ivar torn: ranges of batches that lie in no one pinned range.
+    :ivar cores: they have a kernel that copies ranges.
+    :ivar kernels: the stream of each launch of it.
+    :ivar breaks: what a kernel does to the bytes that it has copied; None = nothing.
     """
 
     seed: int = 0
@@ -148,6 +152,9 @@ class Machine:
     registered: dict[int, int] = field(default_factory=dict)
     torn: list[int] = field(default_factory=list)
     current: list[str] = field(default_factory=list)
+    cores: bool = False
+    kernels: list[Stream] = field(default_factory=list)
+    breaks: Callable[[int, int], None] | None = None
 
     def __post_init__(self) -> None:
         accelerator._pins.clear()  # what lies pinned at these addresses was another machine's
@@ -162,8 +169,13 @@ class Machine:
 
     def accelerator(self) -> Accelerator:
         """The device of an engine whose tensors lie in host memory; the same for all who ask."""
-        self._accelerator = self._accelerator or Accelerator(DEVICE, module=self, native=self)
+        self._accelerator = self._accelerator or Accelerator(DEVICE, module=self, native=self, make_kernel=self._kernel)
         return self._accelerator
+
+    def _kernel(self, device: torch.device, native: object) -> Machine:
+        if not self.cores:
+            raise Unsupported("no kernel runs on this simulated device")
+        return self
 
     # -- torch.cuda -------------------------------------------------------------------------------------
 
@@ -236,6 +248,25 @@ class Machine:
 
         on.put(copy)
         return BatchCopied(0)
+
+    def reads_pinned(self, index: int) -> bool:
+        return True
+
+    def launch(self, listed: int, count: int, width: int) -> None:
+        """The kernel, which reads its list when its stream comes to it."""
+        stream = self.current_stream()
+        self.kernels.append(stream)
+        asked = (ctypes.c_int64 * (3 * count)).from_address(listed)
+
+        def copy() -> None:
+            dst, src, words = np.array(asked, np.int64).reshape(3, count)
+            assert not ((dst | src | words * 8) % 16).any() and int(words.max()) * 8 <= width
+            for at in self._random.sample(range(count), count):
+                ctypes.memmove(int(dst[at]), int(src[at]), int(words[at]) * 8)
+                if self.breaks is not None:
+                    self.breaks(int(dst[at]), int(words[at]) * 8)
+
+        stream.put(copy)
 
     def new_stream(self) -> int:
         self.called("stream")

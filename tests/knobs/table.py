@@ -47,7 +47,7 @@ LINK = ("pool.link_gbps", "pool.link_latency_us", "pool.lease_share")
 hit within the share brings its plan: a load without one is granted in messages."""
 
 NOT_ABOUT_TRANSFERS = {
-    "transfer.copy_way": "of a device, see tests/device/test_staged.py; the cpu has one way",
+    "transfer.copy_way": "of a device, see tests/device/test_kernel.py; the cpu has one way",
     "pool.backend": "which store, not how bytes move; each has the contract suite",
     "pool.size": "how much fits",
     "pool.numa": "on which memory nodes the arena lies, not how bytes move",

@@ -139,7 +139,7 @@ def test_a_recording_is_timed_and_another_configuration_beside_it(tmp_path):
     assert slow["own"] == told["own"] and slow["other"]["prefill"]["p50_ms"] > told["own"]["prefill"]["p50_ms"]
     late = json.loads(simulate(path, "--link-latency-us", "50000", "--json", "-").stdout)
     assert late["other"]["exposed_per_step"]["mean_ms"] > 50 > told["own"]["exposed_per_step"]["mean_ms"]
-    same = json.loads(simulate(path, "--set", "transfer.copy_way=staged", "--json", "-").stdout)
+    same = json.loads(simulate(path, "--set", "transfer.copy_way=kernel", "--json", "-").stdout)
     assert same["other"] == same["own"] and same["not_simulated"] == ["transfer.copy_way"]
     end = ("--last", f"{_last(machine, 20)}s")
     assert "20 prompts with their times are too few" in simulate(path, *end).stdout

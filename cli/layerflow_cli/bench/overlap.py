@@ -41,19 +41,27 @@ def measure(
         the window at the end of every chunk. On a device there is no emulated link, and T is what a bulk load took
         longer than the compute alone.
     :param shape: of a layer's cache: K and V, or compressed rows, a window and a running state.
-    :param device: of the engine's memory, and of the matrix products.
+    :param device: of the engine's memory, and of the matrix products. Unless it is the cpu, these are enqueued layer
+        after layer and waited for once, as an engine's are: what they take beside a transfer is not seen, and counts as
+        what they take alone.
     :raises Unsupported: no such device here.
     :returns: per direction: bulk and layer-wise wall time (ms), overlap, bound, slowdown of compute.
     """
     target = device_for(device)
     on_host = target.kind == "cpu"
     torch.set_num_threads(1)
-    work = sleeping(compute_ms / layers) if compute == "sleep" else multiplying(compute_ms / layers, device)
+    work = (
+        sleeping(compute_ms / layers) if compute == "sleep" else multiplying(compute_ms / layers, device, waits=on_host)
+    )
+
+    def settle() -> None:
+        target.record().synchronize()
+
     gbps = layers * LAYER_BYTES / (transfer_ms / 1e3) / 1e9 if on_host else 0.0
     with serving(pool__size="1GiB", pool__link_gbps=gbps) as server:
         worker = Worker(server.endpoint, layers, TOKENS, LAYER_BYTES, compressed=shape == "compressed", device=device)
         try:
-            walls = _interleaved(worker, work, runs)
+            walls = _interleaved(worker, work, settle, runs)
         finally:
             worker.close()
     alone = statistics.median(walls["alone"])
@@ -68,7 +76,7 @@ def measure(
     for direction, nbytes in moved.items():
         transfer = nbytes / gbps / 1e9 if on_host else measured * nbytes / moved["load"]
         wall = statistics.median(walls[f"{direction}-layerwise"])
-        inside = statistics.median(walls[f"{direction}-compute"])
+        inside = statistics.median(walls[f"{direction}-compute"]) if on_host else alone
         bound = overlap_bound(transfer, layers, inside / layers)
         overlap = 1 - (wall - inside) / transfer
         result[direction] = {
@@ -78,13 +86,13 @@ def measure(
             "overlap": overlap,
             "bound": bound,
             "of_bound": overlap / bound if bound > 0 else None,
-            "slowdown": inside / alone,
+            "slowdown": inside / alone if on_host else None,
             "of_transfer_bound": wall / (transfer + per_layer),
         }
     return result
 
 
-def _interleaved(worker: Worker, work: Compute, runs: int) -> dict[str, list[float]]:
+def _interleaved(worker: Worker, work: Compute, settle: Compute, runs: int) -> dict[str, list[float]]:
     known = worker.prompt()
     worker.store(known)
     walls: dict[str, list[float]] = {}
@@ -92,12 +100,17 @@ def _interleaved(worker: Worker, work: Compute, runs: int) -> dict[str, list[flo
     def note(name: str, seconds: float) -> None:
         walls.setdefault(name, []).append(seconds)
 
+    def alone() -> None:
+        for _ in range(worker.layers):
+            work()
+        settle()
+
     for _ in range(runs):
-        note("alone", sum(_timed(work) for _ in range(worker.layers)))
+        note("alone", _timed(alone))
         for bulk in (True, False):
-            wall, inside = _load(worker, known, work, bulk)
+            wall, inside = _load(worker, known, work, settle, bulk)
             note(f"load-{'bulk' if bulk else 'layerwise'}", wall)
-            wall_saved, inside_saved = _save(worker, work, bulk)
+            wall_saved, inside_saved = _save(worker, work, settle, bulk)
             note(f"save-{'bulk' if bulk else 'layerwise'}", wall_saved)
             if not bulk:
                 note("load-compute", inside)
@@ -105,7 +118,7 @@ def _interleaved(worker: Worker, work: Compute, runs: int) -> dict[str, list[flo
     return walls
 
 
-def _load(worker: Worker, chain: Any, work: Compute, bulk: bool) -> tuple[float, float]:
+def _load(worker: Worker, chain: Any, work: Compute, settle: Compute, bulk: bool) -> tuple[float, float]:
     """Wall time of a forward pass that loads its prefix, and the compute inside it."""
     name, hit = worker.look_up(chain)
     if hit.tokens < worker.tokens - 1:
@@ -126,12 +139,13 @@ def _load(worker: Worker, chain: Any, work: Compute, bulk: bool) -> tuple[float,
             spent.append(clock() - computing)
             for cache in worker.caches[layer]:
                 step.layer_done(cache)
+        settle()
     wall = clock() - began
     worker.agent.wait_idle(request.request, WAIT_S)
     return wall, sum(spent)
 
 
-def _save(worker: Worker, work: Compute, bulk: bool) -> tuple[float, float]:
+def _save(worker: Worker, work: Compute, settle: Compute, bulk: bool) -> tuple[float, float]:
     """Wall time of a forward pass until its last byte is stored, and the compute inside it."""
     request = worker.saving(worker.prompt())
     spent: list[float] = []
@@ -150,6 +164,7 @@ def _save(worker: Worker, work: Compute, bulk: bool) -> tuple[float, float]:
             step.layer_done(cache)
     if not worker.agent.wait_idle(request.request, WAIT_S):
         raise LayerflowError("a save did not end")
+    settle()
     wall = clock() - began
     if request.request not in worker.agent.poll().saved:
         raise LayerflowError("a save was not stored; is the pool large enough?")
@@ -166,8 +181,11 @@ def sleeping(milliseconds: float) -> Compute:
     return lambda: time.sleep(milliseconds / 1e3)
 
 
-def multiplying(milliseconds: float, device: str = "cpu") -> Compute:
-    """Matrix products that take about so long alone; always the same work. Done, on a device too, when it returns."""
+def multiplying(milliseconds: float, device: str = "cpu", *, waits: bool = True) -> Compute:
+    """Matrix products that take about so long alone; always the same work.
+
+    :param waits: they are done, on a device too, when it returns; else enqueued there.
+    """
     target = device_for(device)
     side = 512 if target.kind == "cpu" else 2048
     left, right = (torch.randn(side, side).to(device) for _ in range(2))
@@ -176,9 +194,12 @@ def multiplying(milliseconds: float, device: str = "cpu") -> Compute:
     def multiply(count: int) -> None:
         for _ in range(count):
             torch.mm(left, right, out=out)
+
+    def done(count: int) -> None:
+        multiply(count)
         target.record().synchronize()
 
-    multiply(1)
-    one = statistics.median(_timed(lambda: multiply(4)) for _ in range(25)) / 4
+    done(1)
+    one = statistics.median(_timed(lambda: done(4)) for _ in range(25)) / 4
     count = max(1, round(milliseconds / 1e3 / one))
-    return lambda: multiply(count)
+    return lambda: (done if waits else multiply)(count)

@@ -176,7 +176,7 @@ def device(
     moved_mib: Annotated[
         int, typer.Option(min=0, metavar="MIB", help="Moved each way; 0 = 1024 on a device, 64 on the cpu.")
     ] = 0,
-    way: Annotated[Literal["auto", "ranges", "staged"], typer.Option(help="As transfer.copy_way.")] = "ranges",
+    way: Annotated[Literal["auto", "ranges", "kernel"], typer.Option(help="As transfer.copy_way.")] = "auto",
     options: Options = None,
     json_file: JsonFile = None,
 ) -> None:

@@ -298,10 +298,10 @@ class TransferSettings(Section):
         ge=0,
         le=1_000_000,
     )
-    copy_way: Literal["auto", "ranges", "staged"] = setting(
-        "ranges",
-        "How scattered blocks move to and from a device: each as a range of one call, or in few large copies by way of "
-        "a buffer on the device; auto: the latter where blocks are small, which no device has confirmed yet.",
+    copy_way: Literal["auto", "ranges", "kernel"] = setting(
+        "auto",
+        "How scattered blocks move to and from a device: each as a range of one call, by its copy engines; or all by a "
+        "kernel on its cores, which cuda has; auto: the latter where blocks are smaller than 64 KiB.",
         live=True,
     )
     step_timeout_ms: Whole = setting(

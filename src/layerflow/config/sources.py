@@ -79,7 +79,7 @@ FOREIGN = {
     "hicache_ratio": f"the arena's size is given in bytes: {_SIZE}",
     "hicache_size": _SIZE,
     "hicache_write_policy": "what is computed is always stored, beside compute; remove this key",
-    "hicache_io_backend": 'write transfer.copy_way = "auto", "ranges" or "staged"',
+    "hicache_io_backend": 'write transfer.copy_way = "auto", "ranges" or "kernel"',
     "hicache_mem_layout": "objects are stored layer by layer; remove this key",
     "hicache_storage_backend": 'write pool.backend, or pool.disk.path for "file"',
     "hicache_storage_backend_extra_config": "write the keys of [pool.NAME], the section of that backend",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import threading
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -14,7 +16,7 @@ import numpy.typing as npt
 import structlog
 import torch
 
-from layerflow.device.base import Capabilities, CopyCounter, DeviceEvent
+from layerflow.device.base import Capabilities, CopyCounter, DeviceEvent, RangeKernel
 from layerflow.errors import Unsupported
 
 # The driver's calls that torch has none for: copy many ranges in one call, own a stream, stay out of captures.
@@ -82,6 +84,10 @@ class Native(Protocol):
         """Does the stream capture a graph now? Disturbs none; from any thread."""
         ...
 
+    def reads_pinned(self, index: int) -> bool:
+        """Does device `index` read and write pinned host memory at the host's addresses?"""
+        ...
+
 
 class _CudaAttributes(ctypes.Structure):  # cudaMemcpyAttributes, driver_types.h
     _fields_ = (
@@ -101,7 +107,9 @@ class CudaNative:
     :param version: of the runtime, e.g. 12080. From 13000 on the call has no argument for the failed range.
     """
 
-    most = 1 << 62
+    # The call holds the driver's lock, and the engine's launches wait for it. Thousands of ranges in one call also move
+    # several times slower than in a few calls (docs/benchmarks.md).
+    most = 512
     # cudaErrorInsufficientDriver, cudaErrorCallRequiresNewerDriver, cudaErrorNotSupported
     unsupported = frozenset((35, 36, 801))
 
@@ -150,6 +158,13 @@ class CudaNative:
         status = ctypes.c_int(0)  # cudaStreamCaptureStatusNone
         self._library.cudaStreamIsCapturing(ctypes.c_void_p(stream), ctypes.byref(status))
         return bool(status.value)
+
+    def reads_pinned(self, index: int) -> bool:
+        told = ctypes.c_int(0)
+        if self._library.cudaDeviceGetAttribute(ctypes.byref(told), _HOST_POINTERS, index):
+            self._library.cudaGetLastError()
+            return False
+        return bool(told.value)
 
 
 class _CannAttributes(ctypes.Structure):  # aclrtMemcpyBatchAttr, acl_rt.h
@@ -215,6 +230,9 @@ class CannNative:
         told(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(graph))
         return bool(status.value)
 
+    def reads_pinned(self, index: int) -> bool:
+        return False
+
 
 def native_of(kind: str, index: int) -> Native | None:
     """The library that torch has loaded for the device; None where it has no call that copies many ranges."""
@@ -250,6 +268,27 @@ _NONE = ctypes.c_size_t(-1).value  # SIZE_MAX: the driver names no range
 _RELAXED = 2  # cudaStreamCaptureModeRelaxed, ACL_MODEL_RI_CAPTURE_MODE_RELAXED
 _NON_BLOCKING = 1  # cudaStreamNonBlocking, driver_types.h
 _CUDA_BATCHES = 12080
+_HOST_POINTERS = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem, driver_types.h
+
+
+def range_kernel_of(device: torch.device, native: Native) -> RangeKernel:
+    """The kernel of a cuda device, compiled: seconds, once on a machine, which Triton remembers on disk.
+
+    :raises Unsupported: there is none, with the reason.
+    """
+    if device.type != "cuda":
+        raise Unsupported(f"a kernel that copies ranges is made for cuda, not for {device.type}")
+    if not native.reads_pinned(device.index):
+        raise Unsupported("the device does not use pinned host memory at the host's addresses")
+    try:
+        from layerflow.device.range_kernel import TritonKernel  # noqa: PLC0415 - only where there is a device
+
+        with torch.cuda.device(device):
+            kernel = TritonKernel()
+            kernel.prepare()
+    except Exception as error:  # whatever an import, a compiler or a driver raises
+        raise Unsupported(f"Triton makes no kernel here: {type(error).__name__}: {error}") from error
+    return kernel
 
 
 # How often each range is pinned, by device kind, device and address: engines of one process share an arena, and
@@ -268,13 +307,20 @@ class Accelerator:
     :param device: e.g. ``torch.device("npu", 0)``; without an index, the calling thread's current device.
     :param module: torch's module of that kind; None = import it.
     :param native: the driver's own calls; None = those of the library that torch has loaded.
+    :param make_kernel: of :attr:`kernel`.
     :raises Unsupported: no such device here, or torch_npu cannot be imported.
 
     :ivar copies: what was copied to and from the device, by all copiers.
     :ivar native: None where the driver cannot copy many ranges in one call.
     """
 
-    def __init__(self, device: torch.device, module: Any = None, native: Native | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        module: Any = None,
+        native: Native | None = None,
+        make_kernel: Callable[[torch.device, Native], RangeKernel] = range_kernel_of,
+    ) -> None:
         self.kind = device.type
         self.copies = CopyCounter()
         self._module = module or module_of(device.type)
@@ -284,11 +330,28 @@ class Accelerator:
         self._device = torch.device(device.type, index)
         self.native = native or native_of(self.kind, index)
         self._beside = threading.local()
+        self._make_kernel = make_kernel
         self._own_streams: set[int] = set()
         self._capture_streams = self._pool_of_streams() if self.native is not None and self.kind == "cuda" else ()
 
     def __str__(self) -> str:
         return str(self._device)
+
+    @functools.cached_property
+    def kernel(self) -> RangeKernel | None:
+        """What copies many small ranges at once; None = this device has no such kernel, which is logged.
+
+        Made when it is asked for first, which is when a worker attaches.
+        """
+        self.leave_captures()
+        if self.native is None:
+            return None
+        try:
+            return self._make_kernel(self._device, self.native)
+        except Unsupported as error:
+            if self.kind == "cuda":  # the only kind that has one
+                log.warning("copy_kernel_unavailable", device=str(self._device), reason=str(error))
+            return None
 
     def stream(self) -> Any:
         """A stream; nobody else's, where the driver's calls are known. To be given back by :meth:`end_stream`.

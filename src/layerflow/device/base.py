@@ -40,19 +40,18 @@ class CopyCounts(NamedTuple):
     """Copies between the arena and a device. On cpu nothing is counted.
 
     :param batches: that lanes have enqueued.
-    :param calls: of the driver, each of many ranges. As many as `batches` where nothing is wrong.
+    :param calls: of the driver, each of many ranges. With `kernels` about as many as `batches` where nothing is wrong.
     :param single: copies of one range each, where the driver could not copy a batch in one call.
     :param bounced: batches that went through a pinned buffer, because their part of the arena is not pinned (yet);
         one that is larger than the buffer's slots is several calls.
-    :param staged: batches that went by way of a contiguous buffer on the device. Their lists of blocks are calls too,
-        once for each block table.
+    :param kernels: batches that a kernel on the device copied, without a call of the driver's.
     """
 
     batches: int = 0
     calls: int = 0
     single: int = 0
     bounced: int = 0
-    staged: int = 0
+    kernels: int = 0
 
 
 class CopyCounter:
@@ -62,16 +61,34 @@ class CopyCounter:
         self._counts = CopyCounts()
         self._lock = threading.Lock()
 
-    def add(self, batches: int = 0, calls: int = 0, single: int = 0, bounced: int = 0, staged: int = 0) -> None:
+    def add(self, batches: int = 0, calls: int = 0, single: int = 0, bounced: int = 0, kernels: int = 0) -> None:
         """Count some more."""
         with self._lock:
-            more = (batches, calls, single, bounced, staged)
+            more = (batches, calls, single, bounced, kernels)
             self._counts = CopyCounts(*(count + new for count, new in zip(self._counts, more, strict=True)))
 
     @property
     def counts(self) -> CopyCounts:
         """Since the start."""
         return self._counts
+
+
+KERNEL_WIDTHS = (512, 4 << 10, 16 << 10)
+"""Bytes of the ranges that a kernel is made for, at most; ascending."""
+
+
+class RangeKernel(Protocol):
+    """Copies a list of ranges on the device's cores."""
+
+    def launch(self, listed: int, count: int, width: int) -> None:
+        """Enqueue the copies of one list on the calling thread's current stream.
+
+        :param listed: its address in pinned host memory, which is not written until the kernel has ended: int64, shape
+            ``(3, count)``: addresses of destinations and of sources, on the device or in pinned host memory, multiples
+            of 16; and 8-byte words of each, an even number.
+        :param width: one of :data:`KERNEL_WIDTHS`, in bytes; no range is longer.
+        """
+        ...
 
 
 class Device(Protocol):

@@ -85,8 +85,8 @@ class Copier(Protocol):
     """Moves batches for one lane; not shared between threads. Destination and source never overlap.
 
     :ivar way: how a device moves scattered blocks, from the next batch on: ``"ranges"``: each is a range of one call;
-        ``"staged"``: by way of a contiguous buffer on the device, see :mod:`layerflow.ops.staged`; ``"auto"``. The cpu
-        has one way.
+        ``"kernel"``: the device's cores copy them, see :mod:`layerflow.ops.kernel`; anything else: whichever pays. The
+        cpu has one way.
     """
 
     way: str

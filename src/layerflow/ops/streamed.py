@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -14,8 +16,8 @@ from layerflow.errors import InvalidTransition
 from layerflow.ops.base import MappedArena, PinnedPart
 from layerflow.ops.bounced import BounceBuffer, CopyCall, within_pieces
 from layerflow.ops.extents import Extents
+from layerflow.ops.kernel import KernelCopies
 from layerflow.ops.paged import Int64, PagedMemory
-from layerflow.ops.staged import ByteViews, Fill, Staging
 
 MOST_REFUSED = 3
 """Batches that the driver refuses for a reason of its own before no more are tried."""
@@ -33,6 +35,26 @@ class _NoBatchesError(Exception):
         self.for_good = for_good
 
 
+class ByteViews:
+    """Finds the tensor that a range of memory lies in.
+
+    :param tensors: uint8, one-dimensional, contiguous; no two overlap. They are kept alive.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._tensors = sorted(tensors, key=torch.Tensor.data_ptr)
+        self._starts = [tensor.data_ptr() for tensor in self._tensors]
+
+    def of(self, addresses: Int64, nbytes: Int64) -> list[torch.Tensor]:
+        """A view of each range, none of which lies across two tensors."""
+        views = []
+        for address, size in zip(addresses.tolist(), nbytes.tolist(), strict=True):
+            number = bisect.bisect_right(self._starts, address) - 1
+            at = address - self._starts[number]
+            views.append(self._tensors[number][at : at + size])
+        return views
+
+
 class _Whole(NamedTuple):
     """An arena that is pinned in one piece, or not at all."""
 
@@ -46,7 +68,7 @@ class StreamCopier:
     The addresses were checked against both memories when the step was planned
     (:class:`layerflow.ops.extents.BlockList`); the registered tensors are kept alive by :class:`PagedMemory`.
 
-    Many small extents go by way of a buffer on the device instead, as few copies; see :mod:`layerflow.ops.staged`.
+    Many small extents are copied by a kernel instead; see :mod:`layerflow.ops.kernel`.
     A batch of a part of the arena that is not pinned (yet) passes through a pinned buffer. Where the driver has no such
     call, or pins nothing, each extent is a copy of byte views of its own, and counted (:attr:`Accelerator.copies`).
 
@@ -68,8 +90,7 @@ class StreamCopier:
         self._stream = device.stream()
         self._closed = False
         self._memory = memory
-        regions = memory.regions()
-        self._engine_views = ByteViews(region.bytes for region in regions)
+        self._engine_views = ByteViews(region.bytes for region in memory.regions())
         self._arena_views = ByteViews((torch.from_numpy(arena.array),))
         self._base = arena.address
         self._in_one_call = device.native is not None
@@ -77,15 +98,8 @@ class StreamCopier:
         whole = device.is_pinned(arena.address)
         self._pinned = pinned or _Whole(arena.nbytes, arena.nbytes if whole else 0)
         self._bounce = None if whole or not self._in_one_call else BounceBuffer(device, arena, copy)
-        self.way = "ranges"
-        self._staging = Staging(
-            device,
-            regions,
-            arena.address,
-            views=(self._engine_views, self._arena_views),
-            enqueue=self._copy,
-            record=self._event,
-        )
+        self.way = "auto"
+        self._kernel = KernelCopies(device, self._event)
 
     def load(self, extents: Extents, after: DeviceEvent | None = None) -> DeviceEvent:
         return self._enqueue(extents, after, loads=True)
@@ -107,7 +121,7 @@ class StreamCopier:
             return
         self.drain()
         self._closed = True
-        self._staging.close()
+        self._kernel.close()
         if self._bounce is not None:
             self._bounce.close()
         self._device.end_stream(self._stream)
@@ -121,24 +135,23 @@ class StreamCopier:
             if not extents.nbytes.size:
                 return self._device.event(self._stream)
             try:
-                event, staged = self._move(extents, loads)
+                event, by_kernel = self._move(extents, loads)
             except _NoBatchesError as refused:
                 # What is copied a second time holds the same bytes.
                 self._in_one_call = False
-                event, staged = self._move(extents, loads)
+                event, by_kernel = self._move(extents, loads)
                 self._in_one_call = not refused.for_good
-            self._device.copies.add(batches=1, staged=staged)
+            self._device.copies.add(batches=1, kernels=by_kernel)
             return event
 
     def _move(self, extents: Extents, loads: bool) -> tuple[DeviceEvent, bool]:
-        """Enqueue the copies; the event behind them, and whether they went by way of the buffer on the device.
+        """Enqueue the copies; the event behind them, and whether a kernel makes them.
 
         :raises _NoBatchesError: the driver has no call for many ranges, after all, or refuses these.
         """
         pinned = int((extents.arena + extents.nbytes).max()) <= self._pinned.pinned_bytes
-        fills = self._fills(extents) if pinned or not self._in_one_call else None
-        if fills is not None:
-            (self._staging.load if loads else self._staging.save)(fills)
+        if pinned and self._kernel.takes(extents, self._base, self.way, in_one_call=self._in_one_call):
+            self._kernel.copy(*self._ends(extents, loads))
             return self._event(), True
         extents = within_pieces(extents, extents.arena, self._pinned.piece_bytes)
         if self._in_one_call and not pinned:
@@ -149,11 +162,8 @@ class StreamCopier:
                 return event, False
             self._one_by_one(*self._ends(extents, loads), loads)
         else:
-            self._copy(*self._ends(extents, loads), loads)
+            (self._call if self._in_one_call else self._one_by_one)(*self._ends(extents, loads), loads)
         return self._event(), False
-
-    def _fills(self, extents: Extents) -> list[Fill] | None:
-        return self._staging.fills(extents, self.way, self._pinned.piece_bytes, in_one_call=self._in_one_call)
 
     def _ends(self, extents: Extents, loads: bool) -> tuple[Int64, Int64, Int64]:
         """Destinations, sources, bytes."""
@@ -163,10 +173,6 @@ class StreamCopier:
 
     def _event(self) -> DeviceEvent:
         return self._device.event(self._stream)
-
-    def _copy(self, dst: Int64, src: Int64, nbytes: Int64, loads: bool) -> None:
-        """In one native call where the driver has it."""
-        (self._call if self._in_one_call else self._one_by_one)(dst, src, nbytes, loads)
 
     def _call(self, dst: Int64, src: Int64, nbytes: Int64, loads: bool) -> None:
         """One native call, or as few as the driver takes.

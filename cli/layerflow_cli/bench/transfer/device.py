@@ -1,6 +1,7 @@
 """How fast scattered blocks move to and from a device, against one contiguous copy from pinned memory in the same run.
 
-Worst case on purpose: every object holds one block, and blocks lie at random places of both memories.
+Blocks lie at random places of the engine's memory. As a worst case every object holds one of them, and lies at a random
+place too; with more blocks to an object, their ranges of the arena are neighbours, as those of a chunk are.
 """
 
 from __future__ import annotations
@@ -37,20 +38,22 @@ def measure(
     device: str = "cpu",
     moved_mib: int = 0,
     turns: int = 5,
-    block_kib: Sequence[int] = BLOCK_KIB,
+    block_kib: Sequence[float] = BLOCK_KIB,
     matrix: int = 0,
     seed: int = 0,
-    way: str = "ranges",
+    way: str = "auto",
+    blocks_per_object: int = 1,
 ) -> dict[str, Any]:
     """Move random blocks both ways through the copier that engines use; medians of all turns.
 
     :param device: ``"cpu"``, ``"cuda"``, ``"npu"``, or one of several, e.g. ``"cuda:1"``.
     :param moved_mib: MiB that are moved each way; 0 = 1024 on a device, 64 on the cpu.
-    :param block_kib: block sizes, KiB.
+    :param block_kib: block sizes, KiB; multiples of 1/64.
     :param matrix: rows of the matrices that are multiplied; 0 = 4096 on a device, 512 on the cpu.
     :param way: ``transfer.copy_way``.
+    :param blocks_per_object: a model's chunk has as many blocks as its tokens fill.
     :returns: ``h2d`` and ``d2h``: for each block size ``gbps``, and ``ratio``: to the contiguous copy that way.
-        ``pinned_gbps``: that copy, the faster way. ``calls_per_batch``: native calls, or single copies, for each batch.
+        ``pinned_gbps``: that copy, the faster way. ``calls_per_batch``: native calls, launches or single copies.
         ``compute_slowdown``: how much longer matrix products take beside loads, 0.03 = 3 %. ``wait_us``: what an event
         that is recorded, waited for by a stream and asked by the host costs the calling thread. ``first_byte_us``: from
         submitting one block to its event. ``register_gb_per_s``: of pinning, None where nothing is pinned.
@@ -64,7 +67,9 @@ def measure(
     torch.set_num_threads(1)
     try:
         fields = {
-            f"{kib}KiB": _field_figures(_Field(target, device, kib << 10, moved, matrix, seed, way), turns)
+            f"{kib:g}KiB": _field_figures(
+                _Field(target, device, int(kib * 1024), blocks_per_object, moved, matrix, seed, way), turns
+            )
             for kib in block_kib
         }
     finally:
@@ -73,7 +78,7 @@ def measure(
     first = next(iter(fields.values()))
     pinned = max(figures["pinned_gbps"] for figures in fields.values())
     rest = ("calls_per_batch", "compute_slowdown", "wait_us", "first_byte_us", "register_gb_per_s")
-    about = {"device": device, "emulated": is_emulated(device), "way": way}
+    about = {"device": device, "emulated": is_emulated(device), "way": way, "blocks_per_object": blocks_per_object}
     return {**ways, "pinned_gbps": pinned, **{name: first[name] for name in rest}, **about}
 
 
@@ -88,32 +93,42 @@ class _Field:
     """Engine memory on the device, a pinned arena, and random blocks of one size in each."""
 
     def __init__(
-        self, target: Device, where: str, block_bytes: int, moved: int, matrix: int, seed: int, way: str
+        self,
+        target: Device,
+        where: str,
+        block_bytes: int,
+        per_object: int,
+        moved: int,
+        matrix: int,
+        seed: int,
+        way: str,
     ) -> None:
         self.target = target
-        count = moved // block_bytes
+        objects = moved // (block_bytes * per_object)
+        count = objects * per_object
         self.moved = count * block_bytes
         group = GroupSpec("full", TOKENS, (0,), (Plane("kv", "uint8", (block_bytes // TOKENS,)),))
-        spec = ModelSpec("bench", "bench", (group,), chunk_tokens=TOKENS)
+        spec = ModelSpec("bench", "bench", (group,), chunk_tokens=TOKENS * per_object)
         self.engine = torch.empty(count, TOKENS, block_bytes // TOKENS, dtype=torch.uint8, device=where)
         memory = PagedMemory(spec, {0: {"kv": self.engine}})
-        slot = object_bytes(group, 1)
-        self.arena = SharedMemory.create(count * slot, name="layerflow-bench")
+        slot = object_bytes(group, per_object)
+        self.arena = SharedMemory.create(objects * slot, name="layerflow-bench")
         self.arena.populate()
         began = time.perf_counter()
         self.pinned = target.pin(self.arena.address, self.arena.nbytes)
         self.register_s = time.perf_counter() - began
         self.flat_arena = torch.from_numpy(self.arena.array)[: self.moved]
         rng = np.random.default_rng(seed)
-        ids, places = (rng.permutation(count).astype(np.int64) for _ in range(2))
-        ones = np.ones(count, np.int64)
-        blocks = BlockList(memory, 0, self.arena.nbytes, ids, places * slot, ones, ones * 0)
+        ids, places = (rng.permutation(number).astype(np.int64) for number in (count, objects))
+        inside = np.tile(np.arange(per_object), objects)
+        sizes = np.full(count, per_object, np.int64)
+        blocks = BlockList(memory, 0, self.arena.nbytes, ids, places.repeat(per_object) * slot, sizes, inside)
         step = max(1, BATCH_BYTES // block_bytes)
         self.batches = [blocks.extents(0, at, min(count, at + step)) for at in range(0, count, step)]
         self.one = blocks.extents(0, 0, 1)
         self.copier = copier_for(memory, self.arena, target)
         self.copier.way = way
-        self.matrix = torch.ones(matrix, matrix, device=where)
+        self.matrix = torch.randn(matrix, matrix).to(where)  # matrix units run faster on equal numbers
 
     def close(self) -> None:
         self.copier.close()
@@ -174,9 +189,11 @@ class _Field:
         }
 
     def _calls(self, before: CopyCounts) -> float:
-        batches, calls, single, *_ = (now - then for now, then in zip(self.target.copies.counts, before, strict=True))
+        batches, calls, single, _, kernels = (
+            now - then for now, then in zip(self.target.copies.counts, before, strict=True)
+        )
         if batches:
-            return (calls + single) / batches
+            return (calls + single + kernels) / batches
         return 1.0 if copy_native is not None else statistics.mean(_ranges(batch) for batch in self.batches)
 
     def _compute_beside(self) -> None:
