@@ -252,14 +252,13 @@ class Machine:
     def reads_pinned(self, index: int) -> bool:
         return True
 
-    def launch(self, listed: int, count: int, width: int) -> None:
+    def launch(self, listed: torch.Tensor, count: int, width: int) -> None:
         """The kernel, which reads its list when its stream comes to it."""
         stream = self.current_stream()
         self.kernels.append(stream)
-        asked = (ctypes.c_int64 * (3 * count)).from_address(listed)
 
         def copy() -> None:
-            dst, src, words = np.array(asked, np.int64).reshape(3, count)
+            dst, src, words = listed.numpy().reshape(3, count).copy()
             assert not ((dst | src | words * 8) % 16).any() and int(words.max()) * 8 <= width
             for at in self._random.sample(range(count), count):
                 ctypes.memmove(int(dst[at]), int(src[at]), int(words[at]) * 8)

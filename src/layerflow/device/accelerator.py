@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
+import mmap
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import numpy.typing as npt
 import structlog
 import torch
 
-from layerflow.device.base import Capabilities, CopyCounter, DeviceEvent, RangeKernel
+from layerflow.device.base import KERNEL_WIDTHS, Capabilities, CopyCounter, DeviceEvent, RangeKernel
 from layerflow.errors import Unsupported
 
 # The driver's calls that torch has none for: copy many ranges in one call, own a stream, stay out of captures.
@@ -272,7 +273,7 @@ _HOST_POINTERS = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem, driver_type
 
 
 def range_kernel_of(device: torch.device, native: Native) -> RangeKernel:
-    """The kernel of a cuda device, compiled: seconds, once on a machine, which Triton remembers on disk.
+    """The kernel of a cuda device, compiled and seen to copy; seconds, once on a machine, whose disk Triton uses.
 
     :raises Unsupported: there is none, with the reason.
     """
@@ -283,12 +284,46 @@ def range_kernel_of(device: torch.device, native: Native) -> RangeKernel:
     try:
         from layerflow.device.range_kernel import TritonKernel  # noqa: PLC0415 - only where there is a device
 
+        kernel = TritonKernel()
         with torch.cuda.device(device):
-            kernel = TritonKernel()
-            kernel.prepare()
+            right = _copies_right(kernel, device)
     except Exception as error:  # whatever an import, a compiler or a driver raises
         raise Unsupported(f"Triton makes no kernel here: {type(error).__name__}: {error}") from error
+    if not right:
+        raise Unsupported("the kernel that Triton makes here copies other bytes than it should")
     return kernel
+
+
+def _copies_right(kernel: RangeKernel, device: torch.device) -> bool:
+    """Whether ranges of every width come out of pinned memory, and back into it, as they were."""
+    size, count = KERNEL_WIDTHS[-1], 100
+    memory = mmap.mmap(-1, 2 * count * size)
+    host = np.frombuffer(memory, np.uint8)
+    address = int(host.ctypes.data)
+    there = torch.zeros(count * size, dtype=torch.uint8, device=device)
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    if int(runtime.cudaHostRegister(address, host.nbytes, _CUDA_HOST_REGISTER_PORTABLE)):
+        raise Unsupported("the driver pins no memory to try it with")
+    try:
+        rng = np.random.default_rng(0)
+        for width in KERNEL_WIDTHS:
+            host[: count * size] = rng.integers(1, 256, count * size, dtype=np.uint8)
+            host[count * size :] = 0
+            words = rng.integers(1, width // 16 + 1, count) * 2
+            at, to, back = (rng.permutation(count).astype(np.int64) * size for _ in range(3))
+            last = address + count * size
+            for dst, src in ((to + there.data_ptr(), at + address), (back + last, to + there.data_ptr())):
+                listed = torch.from_numpy(np.concatenate((dst, src, words))).to(device)
+                kernel.launch(listed, count, width)
+                torch.cuda.current_stream(device).synchronize()
+            wanted = np.zeros(count * size, np.uint8)
+            for source, target, nbytes in zip(at.tolist(), back.tolist(), (words * 8).tolist(), strict=True):
+                wanted[target : target + nbytes] = host[source : source + nbytes]
+            if not np.array_equal(host[count * size :], wanted):
+                return False
+    finally:
+        runtime.cudaHostUnregister(address)
+    return True
 
 
 # How often each range is pinned, by device kind, device and address: engines of one process share an arena, and

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import torch
 
 
 class DeviceEvent(Protocol):
@@ -80,12 +83,11 @@ KERNEL_WIDTHS = (512, 4 << 10, 16 << 10)
 class RangeKernel(Protocol):
     """Copies a list of ranges on the device's cores."""
 
-    def launch(self, listed: int, count: int, width: int) -> None:
+    def launch(self, listed: torch.Tensor, count: int, width: int) -> None:
         """Enqueue the copies of one list on the calling thread's current stream.
 
-        :param listed: its address in pinned host memory, which is not written until the kernel has ended: int64, shape
-            ``(3, count)``: addresses of destinations and of sources, on the device or in pinned host memory, multiples
-            of 16; and 8-byte words of each, an even number.
+        :param listed: on the device, int64, shape ``(3 * count,)``: addresses of destinations, then of sources, on the
+            device or in pinned host memory, multiples of 16; then 8-byte words of each, an even number.
         :param width: one of :data:`KERNEL_WIDTHS`, in bytes; no range is longer.
         """
         ...

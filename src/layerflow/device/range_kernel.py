@@ -1,5 +1,6 @@
 """The kernel that copies a list of ranges, in Triton, which every CUDA build of torch brings."""
 
+import torch
 import triton
 import triton.language as tl
 
@@ -14,14 +15,13 @@ TILE_WORDS = KERNEL_WIDTHS[-1] // 8
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
 def _copy_ranges(listed, count, rows: tl.constexpr, words: tl.constexpr):  # type: ignore[no-untyped-def]
-    lists = listed.to(tl.pointer_type(tl.int64))
     word = tl.arange(0, words)
     for first in range(tl.program_id(0) * rows, count, tl.num_programs(0) * rows):
         row = first + tl.arange(0, rows)
         inside = row < count
-        dst = tl.load(lists + row, mask=inside, other=0)
-        src = tl.load(lists + count + row, mask=inside, other=0)
-        size = tl.load(lists + 2 * count + row, mask=inside, other=0)
+        dst = tl.load(listed + row, mask=inside, other=0)
+        src = tl.load(listed + count + row, mask=inside, other=0)
+        size = tl.load(listed + 2 * count + row, mask=inside, other=0)
         # 16 bytes to an access: both addresses are multiples of them, and so is each range.
         to = tl.multiple_of(dst, [16]).to(tl.pointer_type(tl.int64))
         at = tl.multiple_of(src, [16]).to(tl.pointer_type(tl.int64))
@@ -30,13 +30,8 @@ def _copy_ranges(listed, count, rows: tl.constexpr, words: tl.constexpr):  # typ
 
 
 class TritonKernel:
-    """See :class:`layerflow.device.base.RangeKernel`."""
+    """See :class:`layerflow.device.base.RangeKernel`. Each width is compiled when it is launched first."""
 
-    def launch(self, listed: int, count: int, width: int) -> None:
+    def launch(self, listed: torch.Tensor, count: int, width: int) -> None:
         words = width // 8
         _copy_ranges[(PROGRAMS,)](listed, count, rows=TILE_WORDS // words, words=words, num_warps=WARPS)
-
-    def prepare(self) -> None:
-        """Compile it for each width, on the calling thread's current device: with nothing to copy."""
-        for width in KERNEL_WIDTHS:
-            self.launch(1 << 40, 0, width)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 import structlog
+import torch
 
 from layerflow.device.accelerator import Accelerator
 from layerflow.device.base import KERNEL_WIDTHS, DeviceEvent
@@ -49,25 +50,29 @@ def cut(dst: Int64, src: Int64, nbytes: Int64, most: int) -> tuple[Int64, Int64,
 class KernelCopies:
     """Of one lane, on its copier's stream.
 
+    :param memory: a tensor of the engine's, on the device; None = it has none.
     :param record: an event behind all that is enqueued on that stream.
 
-    :ivar usable: False: this device has no such kernel, or the driver does not pin the lists.
+    :ivar usable: False: this device has no such kernel, or no memory for its lists.
     """
 
-    def __init__(self, device: Accelerator, record: Callable[[], DeviceEvent]) -> None:
+    def __init__(self, device: Accelerator, memory: torch.Tensor | None, record: Callable[[], DeviceEvent]) -> None:
         self._device, self._record = device, record
-        self._kernel = device.kernel
-        self._lists: Int64 = np.empty((0, 0), np.int64)
+        self._kernel = device.kernel if memory is not None else None
+        # Lists on their way to the device, and there.
+        self._host: Int64 = np.empty((0, 0), np.int64)
+        self._there = torch.empty(0)
         self._events: list[DeviceEvent | None] = [None] * LIST_SLOTS
         self._next = 0
         self.usable = False
-        if self._kernel is None:
+        if self._kernel is None or memory is None:
             return
-        memory = mmap.mmap(-1, LIST_SLOTS * LIST_RANGES * 3 * 8)
-        self._lists = np.frombuffer(memory, np.int64).reshape(LIST_SLOTS, LIST_RANGES * 3)
+        shape = LIST_SLOTS, LIST_RANGES * 3
+        self._host = np.frombuffer(mmap.mmap(-1, LIST_SLOTS * LIST_RANGES * 3 * 8), np.int64).reshape(shape)
         try:
-            self.usable = device.pin(int(self._lists.ctypes.data), self._lists.nbytes)
-        except Unsupported as error:
+            self._there = torch.empty(shape, dtype=torch.int64, device=memory.device)
+            self.usable = device.pin(int(self._host.ctypes.data), self._host.nbytes)
+        except (Unsupported, RuntimeError) as error:  # the latter is torch's out of memory, of any device
             log.warning("copy_kernel_unavailable", device=str(device), reason=str(error))
 
     def takes(self, extents: Extents, arena: int, way: str, *, in_one_call: bool) -> bool:
@@ -97,9 +102,11 @@ class KernelCopies:
             before = self._events[slot]
             if before is not None:
                 before.synchronize()  # LIST_SLOTS launches ago: done, but for a stream that is far behind
-            listed = self._lists[slot, : 3 * count].reshape(3, count)
-            listed[0], listed[1], listed[2] = dst[part], src[part], nbytes[part] // 8
-            self._kernel.launch(int(listed.ctypes.data), count, width)
+            columns = self._host[slot, : 3 * count].reshape(3, count)
+            columns[0], columns[1], columns[2] = dst[part], src[part], nbytes[part] // 8
+            listed = self._there[slot, : 3 * count]
+            listed.copy_(torch.from_numpy(self._host[slot, : 3 * count]), non_blocking=True)
+            self._kernel.launch(listed, count, width)
             self._events[slot] = self._record()
             self._next = (slot + 1) % LIST_SLOTS
 
@@ -107,4 +114,5 @@ class KernelCopies:
         """Unpin the lists; nothing is on its way."""
         if self.usable:
             self.usable = False
-            self._device.unpin(int(self._lists.ctypes.data))
+            self._there = torch.empty(0)
+            self._device.unpin(int(self._host.ctypes.data))

@@ -90,7 +90,8 @@ class StreamCopier:
         self._stream = device.stream()
         self._closed = False
         self._memory = memory
-        self._engine_views = ByteViews(region.bytes for region in memory.regions())
+        regions = memory.regions()
+        self._engine_views = ByteViews(region.bytes for region in regions)
         self._arena_views = ByteViews((torch.from_numpy(arena.array),))
         self._base = arena.address
         self._in_one_call = device.native is not None
@@ -99,7 +100,7 @@ class StreamCopier:
         self._pinned = pinned or _Whole(arena.nbytes, arena.nbytes if whole else 0)
         self._bounce = None if whole or not self._in_one_call else BounceBuffer(device, arena, copy)
         self.way = "auto"
-        self._kernel = KernelCopies(device, self._event)
+        self._kernel = KernelCopies(device, regions[0].bytes if regions else None, self._event)
 
     def load(self, extents: Extents, after: DeviceEvent | None = None) -> DeviceEvent:
         return self._enqueue(extents, after, loads=True)
