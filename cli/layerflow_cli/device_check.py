@@ -102,6 +102,7 @@ def _copies(device: Device, name: str, arena: SharedMemory) -> Finding:
 
 def _kernel_copies(device: Device, name: str, arena: SharedMemory) -> Finding:
     """By a kernel on the device's cores."""
+    device.prepare()
     if not isinstance(device, Accelerator) or device.kernel is None:
         advice = "blocks below 64 KiB move slower, and hold the engine up; the log says why: is Triton there, and gcc?"
         return warning("copies by kernel", "this device has no such kernel", advice)

@@ -18,6 +18,7 @@ from layerflow import Agent, EmbeddedServer, Settings
 from layerflow.agent import dispatcher, mapping
 from layerflow.device.captures import CaptureGate
 from layerflow.ops.bounced import SLOT_BYTES, SLOTS
+from layerflow.ops.kernel import LIST_RANGES, LIST_SLOTS
 from layerflow.system.memfd import SharedMemory
 
 PIECE = 64 << 10
@@ -28,7 +29,7 @@ ROWS = (BLOCKS, SIZE, WIDTH)
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Pins nothing but what the two copiers have for themselves until it is let."""
-    machine = Machine(pins=threading.Semaphore(2))
+    machine = Machine(pins=threading.Semaphore(4))
     device = machine.accelerator()
     monkeypatch.setattr("layerflow.agent.agent.device_for", lambda _: device)
     monkeypatch.setattr(mapping.Pinning.__init__, "__defaults__", (PIECE,))
@@ -128,7 +129,7 @@ def test_a_worker_of_an_arena_of_64_gib_attaches_before_any_of_it_is_pinned(
 
 
 def test_a_limit_on_pinned_memory_leaves_the_rest_to_the_buffer(machine: Machine, server: EmbeddedServer) -> None:
-    buffers = 2 * SLOTS * SLOT_BYTES
+    buffers = 2 * (SLOTS * SLOT_BYTES + LIST_SLOTS * LIST_RANGES * 3 * 8)
     machine.lockable = buffers + 2 * PIECE
     let(machine)
     with structlog.testing.capture_logs() as logs:

@@ -327,6 +327,7 @@ def test_blocks_by_the_kernel(poller: Poller, width: int) -> None:
     blocks = torch.randint(0, 256, (32, 64, width), dtype=torch.uint8, device=DEVICE)
     memory = PagedMemory(spec, {0: {"kv": blocks}})
     device = device_for(DEVICE)
+    device.prepare()
     slot = object_bytes(group, 8)
     arena = SharedMemory.create(-(-2 * slot // 4096) * 4096)
     assert device.pin(arena.address, arena.nbytes)

@@ -54,6 +54,7 @@ class Bench:
         machine.cores = True
         self.machine, self.arena = machine, arena
         self.device = machine.accelerator()
+        self.device.prepare()
         self.memory = torch.from_numpy(filled(2 * BLOCKS * BLOCK, 0)).view(BLOCKS, 2, SIZE, WIDTH)
         paged = PagedMemory(SPEC, {0: {"k": self.memory[:, 0], "v": self.memory[:, 1]}})
         if pinned:

@@ -120,6 +120,9 @@ class Pinning:
 
     def _run(self) -> None:
         self._device.leave_captures()
+        with self._gate.work(self._stopping.is_set) as may:
+            if may:
+                self._device.prepare()
         began = told = time.monotonic()
         log.info("arena_pinning", device=self._device.kind, nbytes=self._nbytes)
         while self._pinned < self._nbytes and self._wait_free() and self._pin_next():

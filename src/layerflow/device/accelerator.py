@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import importlib
 import mmap
 import threading
@@ -342,11 +341,12 @@ class Accelerator:
     :param device: e.g. ``torch.device("npu", 0)``; without an index, the calling thread's current device.
     :param module: torch's module of that kind; None = import it.
     :param native: the driver's own calls; None = those of the library that torch has loaded.
-    :param make_kernel: of :attr:`kernel`.
+    :param make_kernel: makes :attr:`kernel`.
     :raises Unsupported: no such device here, or torch_npu cannot be imported.
 
     :ivar copies: what was copied to and from the device, by all copiers.
     :ivar native: None where the driver cannot copy many ranges in one call.
+    :ivar kernel: copies many small ranges at once; None: not yet (:meth:`prepare`), or this device has none.
     """
 
     def __init__(
@@ -365,28 +365,27 @@ class Accelerator:
         self._device = torch.device(device.type, index)
         self.native = native or native_of(self.kind, index)
         self._beside = threading.local()
+        self.kernel: RangeKernel | None = None
         self._make_kernel = make_kernel
+        self._preparing, self._prepared = threading.Lock(), False
         self._own_streams: set[int] = set()
         self._capture_streams = self._pool_of_streams() if self.native is not None and self.kind == "cuda" else ()
 
     def __str__(self) -> str:
         return str(self._device)
 
-    @functools.cached_property
-    def kernel(self) -> RangeKernel | None:
-        """What copies many small ranges at once; None = this device has no such kernel, which is logged.
-
-        Made when it is asked for first, which is when a worker attaches.
-        """
+    def prepare(self) -> None:
+        if self.native is None or self.kind != "cuda":
+            return
         self.leave_captures()
-        if self.native is None:
-            return None
-        try:
-            return self._make_kernel(self._device, self.native)
-        except Unsupported as error:
-            if self.kind == "cuda":  # the only kind that has one
+        with self._preparing:
+            if self._prepared:
+                return
+            self._prepared = True
+            try:
+                self.kernel = self._make_kernel(self._device, self.native)
+            except Unsupported as error:
                 log.warning("copy_kernel_unavailable", device=str(self._device), reason=str(error))
-            return None
 
     def stream(self) -> Any:
         """A stream; nobody else's, where the driver's calls are known. To be given back by :meth:`end_stream`.

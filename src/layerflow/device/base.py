@@ -121,6 +121,13 @@ class Device(Protocol):
         """
         ...
 
+    def prepare(self) -> None:
+        """Make what speeds copies up and takes seconds, once: the kernel of a cuda device. Not on the engine's thread.
+
+        Copies go on without it. Where it cannot be made, that is logged.
+        """
+        ...
+
     def pin(self, address: int, nbytes: int) -> bool:
         """Pin host memory for transfers; whether that was possible.
 
@@ -192,6 +199,9 @@ class CpuDevice:
     def wait(self, event: DeviceEvent) -> None:
         """Block until `event` is set."""
         event.synchronize()
+
+    def prepare(self) -> None:
+        """There is nothing to make."""
 
     def pin(self, address: int, nbytes: int) -> bool:
         """Nothing to pin for: False."""

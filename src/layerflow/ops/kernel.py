@@ -53,25 +53,23 @@ class KernelCopies:
     :param memory: a tensor of the engine's, on the device; None = it has none.
     :param record: an event behind all that is enqueued on that stream.
 
-    :ivar usable: False: this device has no such kernel, or no memory for its lists.
     """
 
     def __init__(self, device: Accelerator, memory: torch.Tensor | None, record: Callable[[], DeviceEvent]) -> None:
         self._device, self._record = device, record
-        self._kernel = device.kernel if memory is not None else None
         # Lists on their way to the device, and there.
         self._host: Int64 = np.empty((0, 0), np.int64)
         self._there = torch.empty(0)
         self._events: list[DeviceEvent | None] = [None] * LIST_SLOTS
         self._next = 0
-        self.usable = False
-        if self._kernel is None or memory is None:
+        self._pinned = False
+        if memory is None or device.kind != "cuda":
             return
         shape = LIST_SLOTS, LIST_RANGES * 3
         self._host = np.frombuffer(mmap.mmap(-1, LIST_SLOTS * LIST_RANGES * 3 * 8), np.int64).reshape(shape)
         try:
             self._there = torch.empty(shape, dtype=torch.int64, device=memory.device)
-            self.usable = device.pin(int(self._host.ctypes.data), self._host.nbytes)
+            self._pinned = device.pin(int(self._host.ctypes.data), self._host.nbytes)
         except (Unsupported, RuntimeError) as error:  # the latter is torch's out of memory, of any device
             log.warning("copy_kernel_unavailable", device=str(device), reason=str(error))
 
@@ -82,7 +80,7 @@ class KernelCopies:
         :param way: ``"ranges"``: none is; ``"kernel"``: whatever it can copy; otherwise where it pays.
         :param in_one_call: the driver copies many ranges in one call.
         """
-        if way == "ranges" or not self.usable:
+        if way == "ranges" or not self._pinned or self._device.kernel is None:
             return False
         count = extents.nbytes.size
         below, least = (BELOW_BYTES, MIN_RANGES) if in_one_call else (BELOW_BYTES_SINGLE, MIN_RANGES_SINGLE)
@@ -92,7 +90,8 @@ class KernelCopies:
 
     def copy(self, dst: Int64, src: Int64, nbytes: Int64) -> None:
         """Enqueue the copies on the calling thread's current stream, which is the copier's."""
-        assert self._kernel is not None
+        kernel = self._device.kernel
+        assert kernel is not None
         dst, src, nbytes = cut(dst, src, nbytes, KERNEL_WIDTHS[-1])
         longest = int(nbytes.max())
         width = next(each for each in KERNEL_WIDTHS if each >= longest)
@@ -106,13 +105,13 @@ class KernelCopies:
             columns[0], columns[1], columns[2] = dst[part], src[part], nbytes[part] // 8
             listed = self._there[slot, : 3 * count]
             listed.copy_(torch.from_numpy(self._host[slot, : 3 * count]), non_blocking=True)
-            self._kernel.launch(listed, count, width)
+            kernel.launch(listed, count, width)
             self._events[slot] = self._record()
             self._next = (slot + 1) % LIST_SLOTS
 
     def close(self) -> None:
         """Unpin the lists; nothing is on its way."""
-        if self.usable:
-            self.usable = False
+        if self._pinned:
+            self._pinned = False
             self._there = torch.empty(0)
             self._device.unpin(int(self._host.ctypes.data))

@@ -61,6 +61,7 @@ def measure(
     :raises Unsupported: no such device here.
     """
     target = device_for(device)
+    target.prepare()
     matrix = matrix or (MATRIX_ON_CPU if target.kind == "cpu" else MATRIX_ON_DEVICE)
     moved = (moved_mib or (ON_CPU if target.kind == "cpu" else ON_DEVICE)) << 20
     threads = torch.get_num_threads()
