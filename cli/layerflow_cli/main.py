@@ -23,6 +23,7 @@ from layerflow_cli.commands.status import status
 from layerflow_cli.commands.trace import trace
 from layerflow_cli.commands.tune import tune
 from layerflow_cli.errors import EXIT_TERMINATED, LayerflowGroup
+from layerflow_cli.output_file import LayerflowCommand
 
 app = typer.Typer(
     name="layerflow",
@@ -47,6 +48,8 @@ app.command(short_help="Find better settings, or try some on a server.")(tune)
 app.command(short_help="Check a configuration on this machine.")(doctor)
 app.command(short_help="Show layer-wise beside bulk loading.")(demo)
 app.add_typer(bench)
+for _command in (*app.registered_commands, *bench.registered_commands):
+    _command.cls = LayerflowCommand
 
 
 @app.callback()

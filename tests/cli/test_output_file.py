@@ -12,8 +12,10 @@ import command_lines
 import pytest
 
 from layerflow.errors import ConfigError
+from layerflow.observe import timeline
+from layerflow.observe.trace import StepTrace, render
 from layerflow_cli.output import write_json
-from layerflow_cli.output_file import write_all, write_file
+from layerflow_cli.output_file import PAGE, TRACE, write_all, write_file, write_folder
 
 
 @pytest.fixture
@@ -59,11 +61,77 @@ def test_two_options_do_not_write_one_file(tmp_path: Path, monkeypatch: pytest.M
     assert "a file of its own" not in command_lines.refused(*curve, "--html", "/dev/null", "--json", "/dev/null")
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "simulate in.jsonl --json in.jsonl",
+        "simulate --curve pool.size --html in.jsonl in.jsonl",
+        "simulate t.jsonl --config in.jsonl --json link.jsonl",
+        "simulate --json in.jsonl t.jsonl --model .",
+        "plan --model . --json in.jsonl",
+        "plan --table in.jsonl --json in.jsonl",
+        "tune in.jsonl --config c.toml -o link.jsonl",
+        "tune --verify in.jsonl --json in.jsonl",
+        "trace in.jsonl --json in.jsonl",
+        "record --info in.jsonl --json in.jsonl",
+        "config --check in.jsonl --json in.jsonl",
+    ],
+)
+def test_a_command_does_not_replace_what_it_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").write_text('{"x": 1}')
+    Path("link.jsonl").symlink_to("in.jsonl")
+    said = command_lines.refused(*command.split())
+    assert "this command uses " in said and "give another name" in said
+    assert Path("in.jsonl").read_text() == '{"x": 1}'
+
+
+@pytest.mark.parametrize("text", ["[pool]\nsize = '1GiB'\n", "use_layerwise = true\n", "[transfer]\nnope = 1\n"])
+def test_settings_are_not_replaced_by_figures(tmp_path: Path, work: list[str], text: str) -> None:
+    """As where LAYERFLOW_CONFIG or another command's --config names them."""
+    file = tmp_path / "layerflow.toml"
+    file.write_text(text)
+    assert "is a file of settings" in command_lines.refused("bench", "flow", "--json", str(file))
+    assert not work and file.read_text() == text
+
+
+def test_figures_replace_figures(tmp_path: Path, work: list[str]) -> None:
+    file = tmp_path / "figures"
+    for text in ("", "x = 1\n", '{"pool": 1}'):
+        file.write_text(text)
+        assert command_lines.run("bench", "lookup", "--json", str(file)).exit_code == 0
+        assert json.loads(file.read_text()) == {"x_ms": 1.0}
+
+
 def test_a_folder_is_looked_at_and_not_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     assert "cannot be written" in command_lines.refused("trace", "x.lfr", "--out", str(tmp_path / "file"))
     assert "cannot be read" in command_lines.refused("trace", "x.lfr", "--out", str(tmp_path / "a" / "b"))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("name", [PAGE, TRACE])
+@pytest.mark.parametrize("command", ["trace x.lfr", "demo --quick"])
+def test_another_program_s_trace_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = Path("out", name)
+    file.parent.mkdir()
+    for text in ("", '{"schemaVersion": 1, "traceEvents": []}', "<title>mine</title>"):
+        file.write_text(text)
+        said = command_lines.refused(*command.split(), "--out", "out")
+        assert f"--out out: {name} there is not layerflow's" in said and file.read_text() == text
+
+
+def test_its_own_trace_is_replaced(tmp_path: Path) -> None:
+    steps = [StepTrace(1, 1, "vllm-0, rank 0, step 1")]
+    for traces in ([], steps, steps, []):
+        page, trace = timeline.render(traces, "layerflow: the last steps"), json.dumps(render(traces))
+        paths = write_folder("--out", tmp_path / "out", page, trace)
+        assert [path.read_text() for path in paths] == [page, trace]
 
 
 def test_links_and_rights_stay(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def _write(traces: Sequence[StepTrace], notes: Sequence[str], out: Path) -> list
     from layerflow.observe.trace import render as render_perfetto  # noqa: PLC0415
 
     page = render_page(traces[-MOST_SHOWN:], "layerflow: the last steps", notes)
-    return write_folder("--out", out, {"timeline.html": page, "trace.json": json.dumps(render_perfetto(traces))})
+    return write_folder("--out", out, page, json.dumps(render_perfetto(traces)))
 
 
 def _show(traces: Sequence[StepTrace], notes: Sequence[str], paths: Sequence[Path], json_file: Path | None) -> None:

@@ -16,7 +16,7 @@ from layerflow.endpoint import check_listened
 from layerflow.errors import ConfigError
 from layerflow_cli.commands.status import endpoint_of
 from layerflow_cli.options import ConfigFile, Endpoint, JsonFile, RecordingsEnd, parse_duration, refuse_foreign
-from layerflow_cli.output_file import checked_file, write_all
+from layerflow_cli.output_file import checked_file, checked_settings, write_all
 
 if TYPE_CHECKING:
     from layerflow.agent.control import Control
@@ -53,7 +53,7 @@ def tune(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", metavar="FILE", help="With TRACE: write the changed file here.", callback=checked_file
+            "--output", "-o", metavar="FILE", help="With TRACE: write the changed file here.", callback=checked_settings
         ),
     ] = None,
     also: Annotated[

@@ -281,9 +281,9 @@ def _report(found: Sequence[Shape], figures: dict[str, Any], json_file: Path | N
         f"{MAX_NEW_TOKENS} tokens are decoded. One server; the link between engines and arena is emulated, both ways.",
     ]
     page = render_timeline(traces, "layerflow demo: a decoder follows a prefiller's saves", notes)
-    texts = {"timeline.html": page, "trace.json": json.dumps(render_perfetto(traces))}
+    trace = json.dumps(render_perfetto(traces))
     write_all(
-        lambda: write_folder("--out", out, texts),
+        lambda: write_folder("--out", out, page, trace),
         lambda: None if json_file is None else write_json(json_file, figures),
     )
     for path, what in (("timeline.html", "timeline, for a browser"), ("trace.json", "trace, for ui.perfetto.dev")):

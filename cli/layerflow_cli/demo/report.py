@@ -106,8 +106,8 @@ def _write(outcomes: Sequence[Outcome], link: Link, pool: PoolUsed, quick: bool,
         notes.append("Tiny models (--quick): the times say nothing.")
     title = f"layerflow demo{pool.title}: loading a KV cache in bulk and layer by layer"
     page = render_timeline(traces, title, notes)
-    texts = {"timeline.html": page, "trace.json": json.dumps(render_perfetto(traces))}
-    return write_folder("--out", out, texts)
+    trace = json.dumps(render_perfetto(traces))
+    return write_folder("--out", out, page, trace)
 
 
 def _table(outcomes: Sequence[Outcome], pool: PoolUsed, quick: bool) -> Table:
