@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -138,6 +140,23 @@ def overrides(sets: Sequence[str], flags: Mapping[str, Any]) -> dict[str, Any]:
     return {**values, **given}
 
 
+@contextlib.contextmanager
+def own_environment() -> Iterator[None]:
+    """Hide the operator's ``LAYERFLOW_*`` variables: those of a server, which the processes of a bench are not.
+
+    Of all that reads or inherits this process's environment meanwhile: settings, servers, workers, stores.
+    """
+    from layerflow.config.sources import ENV_PREFIX  # noqa: PLC0415 - pulls pydantic in
+
+    hidden = {name: value for name, value in os.environ.items() if name.upper().startswith(ENV_PREFIX)}
+    for name in hidden:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
 def finite(parameter: typer.CallbackParam, value: float | None) -> float | None:
     """An option's number, if it is one: ``nan`` is within every bound, and ``inf`` where there is none above.
 
@@ -146,6 +165,16 @@ def finite(parameter: typer.CallbackParam, value: float | None) -> float | None:
     if value is not None and not math.isfinite(value):
         raise ConfigError(f"{parameter.opts[-1]}: {value} is no number to work with")
     return value
+
+
+def positive(parameter: typer.CallbackParam, value: float | None) -> float | None:
+    """As :func:`finite`, of an option whose number is above 0: what it stands for is divided by.
+
+    :raises ConfigError: it is not.
+    """
+    if value is not None and value <= 0:
+        raise ConfigError(f"{parameter.opts[-1]}: {value:g} is too little; give a number above 0")
+    return finite(parameter, value)
 
 
 def refuse_foreign(context: typer.Context, why: str, *names: str) -> None:

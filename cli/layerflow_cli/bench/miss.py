@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from layerflow.agent import StepRequest
-from layerflow.errors import LayerflowError
+from layerflow.errors import ConfigError, LayerflowError
 from layerflow_cli.bench.harness import WARM_TIMEOUT_S, Percentiles, percentiles, serving
 from layerflow_cli.bench.overlap import multiplying
 from layerflow_engine import Engine, NullConnection
@@ -62,6 +62,8 @@ def measure(
     """
     torch.set_num_threads(1)
     longest = max(prompt_tokens, DECODE_PROMPT + 2 * (decode_steps + decode_batch)) + 64
+    if preset not in PRESETS:
+        raise ConfigError(f"preset {preset}: use one of {', '.join(PRESETS)}")
     config = PRESETS[preset]
     blocks = decode_batch * longest // config.block_size + 64
     engine = Engine(dataclasses.replace(config, max_positions=longest, num_blocks=blocks))

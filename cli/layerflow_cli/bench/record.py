@@ -8,6 +8,7 @@ turns with and without a recording.
 from __future__ import annotations
 
 import asyncio
+import math
 import tempfile
 import threading
 import time
@@ -27,22 +28,26 @@ from layerflow.server.recorder import MOST_NOTES, RecordingThread
 from layerflow.system.garbage import keep_collections_short
 from layerflow_cli.bench.harness import LoopClock, Worker, percentiles, serving
 
+MAY_BE_ZERO = ("lookups",)
 LAYERS = 60
 MAX_BYTES = 64 * LEAST_BYTES
-BURST = MOST_NOTES // 4
+LAYER_EVENTS = 4
+"""Of one layer in :func:`_burst`, which makes whole ones."""
+BURST = MOST_NOTES // 16 * LAYER_EVENTS
 
 
 def measure(events: int = 1_000_000, tokens: int = 32_768, lookups: int = 1200) -> dict[str, Any]:
     """Count, then ask.
 
-    :param events: of the core, counted with the commands that are recorded with them.
+    :param events: of the core, counted with the commands that are recorded with them; rounded up to whole layers, which
+        have 4.
     :param tokens: of the prompt that is looked up. :param lookups: half of them while recording.
     :returns: microseconds of processor time for each event, ``cpu_us_per_event`` of both threads and
         ``loop_us_per_event`` of the loop's; ``bytes_per_event`` of the file, ``dropped`` events; and by
         ``without`` and ``recording``: ``wall_us`` and ``loop_cpu_us`` of lookups, p50 and p99.
     """
     torch.set_num_threads(1)
-    counted = asyncio.run(_count(events))
+    counted = asyncio.run(_count(math.ceil(events / LAYER_EVENTS) * LAYER_EVENTS))
     return counted | (_ask(tokens, lookups) if lookups else {})
 
 
@@ -85,7 +90,7 @@ def _clock_of(name: str) -> int:
 
 def _burst(first: int, count: int) -> list[tuple[float, Event, Sequence[Command]]]:
     burst: list[tuple[float, Event, Sequence[Command]]] = []
-    for number in range(first // 4, (first + count) // 4):
+    for number in range(first // LAYER_EVENTS, (first + count) // LAYER_EVENTS):
         step, layer, at = number // LAYERS, number % LAYERS, number * 1e-4
         submit = Submit(1, step, number, LOAD, layer, 0, 128, 0, 0, 128 << 14, layer - 2, True)
         burst.append((at, FrontierReached(1, step, layer), (submit,)))

@@ -61,6 +61,8 @@ OTHERS: Final[Mapping[str, Mapping[str, object]]] = {
 
 BASE: Final[Mapping[str, object]] = {"pool.size": "512MiB", "pool.link_gbps": 0.5, "transfer.mode": "layerwise"}
 
+MAY_BE_ZERO = ("shapes", "configurations")
+
 LAYERS, CHUNK, BLOCK = 16, 256, 16
 TOKEN_BYTES: Final = 1024
 """Of one layer."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast, get_args, get_origin, get_type_hints
 
 import typer
 
 from layerflow.errors import ConfigError, LayerflowError
 from layerflow_cli.errors import LayerflowGroup
-from layerflow_cli.options import STANDARD_OUTPUT, JsonFile, assignments, backend_names, finite
+from layerflow_cli.options import STANDARD_OUTPUT, JsonFile, assignments, backend_names, own_environment, positive
 
 MEASUREMENTS = {
     "overlap": "How much of a transfer hides behind compute.",
@@ -63,10 +65,10 @@ def _bench(context: typer.Context) -> None:
 def overlap(
     layers: Annotated[int, typer.Option(min=1, metavar="N", help="Layers of the model.")] = 60,
     compute_ms: Annotated[
-        float, typer.Option(min=0, callback=finite, metavar="MS", help="Compute of one forward pass.")
+        float, typer.Option(callback=positive, metavar="MS", help="Compute of one forward pass.")
     ] = 838.0,
     transfer_ms: Annotated[
-        float, typer.Option(min=0, callback=finite, metavar="MS", help="What the link needs for all layers.")
+        float, typer.Option(callback=positive, metavar="MS", help="What the link needs for all layers.")
     ] = 167.0,
     compute: Annotated[Literal["sleep", "matmul"], typer.Option(help="What stands in for attention.")] = "sleep",
     shape: Annotated[Literal["full", "compressed"], typer.Option(help="Of a layer's cache.")] = "full",
@@ -89,11 +91,11 @@ def overlap(
 def pd(
     layers: Annotated[int, typer.Option(min=1, metavar="N", help="Layers of the model.")] = 60,
     compute_ms: Annotated[
-        float, typer.Option(min=0, callback=finite, metavar="MS", help="Compute of the prefiller's pass.")
+        float, typer.Option(callback=positive, metavar="MS", help="Compute of the prefiller's pass.")
     ] = 838.0,
     transfer_ms: Annotated[
         float,
-        typer.Option(min=0, callback=finite, metavar="MS", help="What the link needs for all layers, on each hop."),
+        typer.Option(callback=positive, metavar="MS", help="What the link needs for all layers, on each hop."),
     ] = 167.0,
     servers: Annotated[int, typer.Option(min=1, max=2, metavar="N", help="1: both engines share one.")] = 1,
     options: Options = None,
@@ -165,7 +167,13 @@ def flow(
     options: Options = None,
     json_file: JsonFile = None,
 ) -> None:
-    _run("flow", {}, [f"sessions={sessions}", *(options or [])], json_file)
+    try:
+        counts = tuple(int(count) for count in sessions.split(","))
+    except ValueError:
+        raise ConfigError(f"--sessions {sessions}: write numbers as 1,100") from None
+    if min(counts) < 1:
+        raise ConfigError(f"--sessions {sessions}: there is at least 1")
+    _run("flow", {"sessions": counts}, options or [], json_file)
 
 
 @bench.command(
@@ -242,17 +250,21 @@ def every(json_file: JsonFile = None) -> None:
 
     results: dict[str, Any] = {}
     failed = []
-    for number, name in enumerate(MEASUREMENTS, 1):
-        try:
-            results[name] = _measure(name, {}, place=f"{number} of {len(MEASUREMENTS)}")
-        except LayerflowError as error:
-            typer.echo(f"layerflow: bench {name}: {error}", err=True)
-            failed.append(name)
-        else:
+    try:
+        for number, name in enumerate(MEASUREMENTS, 1):
+            try:
+                results[name] = _measure(name, {}, place=f"{number} of {len(MEASUREMENTS)}")
+            except Exception as error:  # noqa: BLE001 - whatever it is, it costs no other measurement its result
+                typer.echo(f"layerflow: bench {name}: {_said(error)}", err=True)
+                failed.append(name)
+                continue
             if json_file != STANDARD_OUTPUT:
                 _show(name, results[name])
-    if json_file is not None:
-        write_json(json_file, results)
+            if json_file not in (None, STANDARD_OUTPUT):
+                write_json(json_file, results)
+    finally:
+        if json_file == STANDARD_OUTPUT:
+            write_json(json_file, results)
     if failed:
         raise LayerflowError(f"measurements failed: {', '.join(failed)}; the others are complete")
 
@@ -260,17 +272,34 @@ def every(json_file: JsonFile = None) -> None:
 def arguments(measure: Callable[..., Any], given: Mapping[str, Any], sets: Sequence[str]) -> dict[str, Any]:
     """The keyword arguments of `measure`: `given`, and ``--set`` items converted to the type of their default.
 
-    :raises ConfigError: `measure` has no such argument, or the value does not fit.
+    A number whose default is not 0 is above 0, unless the measurement's module names it in ``MAY_BE_ZERO``.
+
+    :raises ConfigError: `measure` has no such argument, an option gives it, or the value does not fit.
     """
     known = inspect.signature(measure).parameters
+    may_be_zero = getattr(inspect.getmodule(measure), "MAY_BE_ZERO", ())
     values = dict(given)
     for name, text in assignments(sets).items():
-        if name not in known:
-            raise ConfigError(f"--set {name}: no such argument; there are: {', '.join(known) or 'none'}")
+        free = [each for each in known if each not in given]
+        if name not in free:
+            why = "has an option of its own" if name in known else "no such argument"
+            raise ConfigError(f"--set {name}: {why}; there are: {', '.join(free) or 'none'}")
+        default = known[name].default
         try:
-            values[name] = _like(known[name].default, text)
+            values[name] = _like(default, text)
         except ValueError:
-            raise ConfigError(f"--set {name}={text}: should be like {known[name].default!r}") from None
+            raise ConfigError(f"--set {name}={text}: should be like {default!r}") from None
+        choices = get_args(get_type_hints(measure).get(name))
+        if get_origin(get_type_hints(measure).get(name)) is Literal and values[name] not in choices:
+            raise ConfigError(f"--set {name}={text}: use one of {', '.join(map(str, choices))}")
+        least_is_zero = name in may_be_zero or default == 0
+        for value in values[name] if isinstance(values[name], tuple) else (values[name],):
+            if isinstance(value, bool):
+                continue
+            if isinstance(value, int | float) and not (value > 0 or (value == 0 and least_is_zero)):
+                raise ConfigError(f"--set {name}={text}: should be {'at least' if least_is_zero else 'above'} 0")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(f"--set {name}={text}: {value} is no number to work with")
     return values
 
 
@@ -285,15 +314,31 @@ def _like(default: Any, text: str) -> Any:
 
 
 def _measure(name: str, given: Mapping[str, Any], sets: Sequence[str] = (), place: str = "") -> Mapping[str, Any]:
-    from layerflow_cli.output import progress_lines  # noqa: PLC0415 - `--help` stays quick
-
+    """:raises LayerflowError: it cannot be measured, with these arguments or at all."""
     module = _module(name)
     values = arguments(module.measure, given, sets)
+    try:
+        with own_environment():
+            return _measured(name, module, values, place)
+    except (ArithmeticError, LookupError, MemoryError, statistics.StatisticsError) as error:
+        raise LayerflowError(f"bench {name} cannot be measured with these arguments: {_said(error)}") from error
+
+
+def _measured(name: str, module: Any, values: Mapping[str, Any], place: str) -> Mapping[str, Any]:
+    from layerflow_cli.output import progress_lines  # noqa: PLC0415 - `--help` stays quick
+
     if name == "pool":  # it says itself how far it is
         return cast(Mapping[str, Any], module.measure(**values))
     with progress_lines(1) as advance:  # a bar would take time from what is measured
         advance(f"bench {name}{f' ({place})' if place else ''}")
         return cast(Mapping[str, Any], module.measure(**values))
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, LayerflowError):
+        return str(error)
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
 def module_of(name: str) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from layerflow.errors import ConfigError
-from layerflow_cli.options import Endpoint, JsonFile, backend_names, finite
+from layerflow_cli.options import Endpoint, JsonFile, backend_names, finite, own_environment
 from layerflow_cli.output_file import checked_folder
 
 
@@ -76,22 +76,25 @@ def demo(
 
         if endpoint is not None or pool != "memory":
             raise ConfigError("--pd starts a server of its own, and no pool behind it; leave --endpoint and --pool out")
-        raise typer.Exit(
-            run_pd_demo(json_file=json_file, out=out, link_gbps=link_gbps, shapes=shape or (), runs=runs, quick=quick)
-        )
+        with own_environment():
+            code = run_pd_demo(
+                json_file=json_file, out=out, link_gbps=link_gbps, shapes=shape or (), runs=runs, quick=quick
+            )
+        raise typer.Exit(code)
     from layerflow_cli.demo import run_demo  # noqa: PLC0415 - pulls torch in
 
-    code = run_demo(
-        json_file=json_file,
-        out=out,
-        link_gbps=link_gbps,
-        link_latency_us=link_latency_us,
-        endpoint=endpoint,
-        shapes=shape or (),
-        runs=runs,
-        quick=quick,
-        pool=pool,
-        cann_emulator=cann_emulator,
-        device=device,
-    )
+    with own_environment():
+        code = run_demo(
+            json_file=json_file,
+            out=out,
+            link_gbps=link_gbps,
+            link_latency_us=link_latency_us,
+            endpoint=endpoint,
+            shapes=shape or (),
+            runs=runs,
+            quick=quick,
+            pool=pool,
+            cann_emulator=cann_emulator,
+            device=device,
+        )
     raise typer.Exit(code)
