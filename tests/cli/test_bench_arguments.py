@@ -112,11 +112,9 @@ def test_a_bench_s_server_has_no_settings_of_the_operator_s(monkeypatch: pytest.
     assert {name: os.environ[name] for name in operators} == operators
 
 
-@pytest.mark.parametrize(
-    ("option", "module", "run"), [("--quick", "demo", "run_demo"), ("--pd", "demo.pd", "run_pd_demo")]
-)
+@pytest.mark.parametrize(("option", "run"), [("--quick", "run_demo"), ("--pd", "pd.run_pd_demo")])
 def test_a_demo_has_no_settings_of_the_operator_s(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str, module: str, run: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str, run: str
 ) -> None:
     seen: list[str | None] = []
     monkeypatch.setattr(f"layerflow_cli.demo.{run}", lambda **_: seen.append(os.environ.get("LAYERFLOW_CONFIG")))
