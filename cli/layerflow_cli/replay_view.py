@@ -45,6 +45,7 @@ def show_replay(replay: Replay, other: Settings | None, link: OtherLink | None, 
                         "predicted": row.predicted,
                         "fitted": row.fitted,
                         "alike": row.alike,
+                        "fit_times_off": row.off,
                     }
                     for row in trust.rows
                 ],
@@ -86,6 +87,11 @@ def _lines(replay: Replay, other: Settings | None, changed: ReplayFigures | None
     yield f"{'':32}{'own':>11}{'other':>11}{'changes':>11}"
     for name, own, now in _pairs(replay.own, changed):
         yield f"{name:32}{own:11,.2f}{now:11,.2f}{_change(own, now):>11}"
+        off = max(
+            (row.off for row in trust.unconfirmed if name.partition(",")[0] == row.name.partition(",")[0]), default=0
+        )
+        if off:
+            yield f"    the fit alone is off by {off:.1f} x: not confirmed by measurement"
     unjudged = replay.unjudged(other) if other is not None else []
     if unjudged:
         yield ""

@@ -53,7 +53,7 @@ def tune_file(wanted: Wanted) -> None:
 
     aim, target = parse_aim(wanted.goal)
     if wanted.output is not None:
-        _check_replaced(wanted.output, wanted.config)
+        _check_replaced(wanted.output)
     try:
         text = wanted.config.read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
@@ -67,7 +67,8 @@ def tune_file(wanted: Wanted) -> None:
         )
     replay = Replay.read(wanted.trace, wanted.last_s)
     judge = RecordedJudge(replay, wanted.config)
-    candidates = judge.candidates(wanted.also)
+    notes: list[str] = []
+    candidates = judge.candidates(wanted.also, notes)
     if not replay.trust.trusted:
         raise ConfigError(
             f"{wanted.trace}: nothing is recommended, because its own configuration is not predicted: "
@@ -77,11 +78,12 @@ def tune_file(wanted: Wanted) -> None:
         current = judge.current()
         search = Search(judge, aim, candidates, current, target=target, tell=lambda changes: advance(_named(changes)))
         found = search.run()
+    found.notes += notes
     changes = {
         change.key: Written(
             as_toml(change.key, change.after),
             f"was {_toml(change.key, change.before)}; {reason(change.key, change.before, change.after)}; "
-            f"{_gain(change.gain, aim)} (predicted)",
+            f"{_gain(change.gain, aim)} (predicted; ± of this recording's windows)",
         )
         for change in found.changes
     }
@@ -103,15 +105,13 @@ def tune_file(wanted: Wanted) -> None:
     write_all(file, figures)
 
 
-def _check_replaced(output: Path, config: Path) -> None:
-    """:raises ConfigError: what is there is the file that is tuned, or is no configuration."""
+def _check_replaced(output: Path) -> None:
+    """:raises ConfigError: what is there is no configuration."""
     from layerflow.config.settings import Settings  # noqa: PLC0415
     from layerflow.config.sources import read_toml  # noqa: PLC0415
 
     if not output.is_file():
         return
-    if config.exists() and output.samefile(config):
-        raise ConfigError(f"-o {output}: is the file that is tuned; write another one, and verify it first")
     try:
         foreign = bool(read_toml(Settings, output).problems)
     except ConfigError:
@@ -139,7 +139,7 @@ def _told(found: Found, wanted: Wanted, target: float | None, written: Sequence[
     aim = found.aim
     yield f"{wanted.trace.name}: {found.judged} settings were replayed, {wanted.config.name} among them."
     yield f"{aim.value}: {_shown(found.before, aim)} as it is, {_shown(found.after, aim)} with what follows:"
-    yield f"{_gain(found.gain, aim)} by prediction."
+    yield f"{_gain(found.gain, aim)} by prediction, ± of this recording's windows."
     yield ""
     if not found.changes:
         reached = target is not None and found.before <= target
@@ -156,6 +156,9 @@ def _told(found: Found, wanted: Wanted, target: float | None, written: Sequence[
         best = "-" if left.best is None else _toml(left.key, left.best)
         yield f"{left.key:32} {best:>12} {'-' if left.gain is None else _gain(left.gain, aim):>20}"
         yield from textwrap.wrap(left.why, _WIDTH, initial_indent="    ", subsequent_indent="    ")
+    for note in found.notes:
+        yield ""
+        yield from textwrap.wrap(note, _WIDTH)
     if not found.changes:
         return
     yield ""
@@ -183,6 +186,7 @@ def _plain(found: Found, written: Sequence[Path]) -> dict[str, Any]:
         f"after_{suffix}": found.after * factor,
         "gain": gain(found.gain),
         "judged": found.judged,
+        "notes": found.notes,
         "written": str(written[0]) if written else None,
         "changes": [
             {"key": each.key, "before": each.before, "after": each.after, "gain": gain(each.gain)}

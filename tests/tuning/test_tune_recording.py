@@ -70,8 +70,55 @@ def test_a_badly_tuned_file_is_changed_in_what_is_wrong_with_it(recorded: Record
     assert told["after_ms"] == pytest.approx(first_s * 1e3, rel=0.01) and told["before_ms"] > 20 * told["after_ms"]
     assert told["gain"]["gain_ms"] == pytest.approx(told["before_ms"] - told["after_ms"])
     assert tomllib.loads(text)["transfer"] == tomllib.loads(FILE)["transfer"] | {"max_transfer_bytes": "1MiB"}
-    assert text.startswith("# Tuned badly on purpose.") and text.count("(predicted)") == 1
+    assert (
+        text.startswith("# Tuned badly on purpose.") and text.count("(predicted; ± of this recording's windows)") == 1
+    )
     assert recorded.file.read_text() == FILE
+
+
+BATCHES = ("transfer.max_transfer_bytes", "transfer.max_transfer_blocks", "transfer.max_inflight_bytes")
+
+
+def candidates(folder: Path, machine: KnownMachine) -> tuple[dict[str, Any], str]:
+    """What is tried of a recording of this machine under its own settings, and what is said of the rest."""
+    file, notes = folder / "layerflow.toml", list[str]()
+    file.write_text('[transfer]\nmode = "layerwise"\n')
+    judge = RecordedJudge(Replay.read(machine.write(folder / "x.lfr")), file)
+    return judge.candidates((), notes), "\n".join(notes)
+
+
+def test_no_smaller_batches_and_windows_are_tried_than_were_recorded(tmp_path: Path) -> None:
+    sizes = {"max_transfer_bytes": 4 << 20, "max_transfer_blocks": 1000, "max_inflight_bytes": 256 << 20}
+    machine = KnownMachine(settings=Settings(transfer={"mode": "layerwise", **sizes}, pool={"size": "64MiB"}))
+    for _ in range(2):
+        machine.serve(range(9))
+    tried, said = candidates(tmp_path, machine)
+    assert [min(value or 1 << 60 for value in tried[key]) for key in BATCHES] == [4 << 20, 1024, 256 << 20]
+    assert f"less of {', '.join(BATCHES)} than was recorded" in said
+    unlimited = Settings(transfer={"mode": "layerwise", "max_transfer_blocks": 0}, pool={"size": "64MiB"})
+    machine = KnownMachine(settings=unlimited)
+    for _ in range(2):
+        machine.serve(range(9))
+    tried, said = candidates(tmp_path, machine)
+    assert "transfer.max_transfer_blocks" not in tried and "transfer.max_transfer_blocks" in said
+
+
+def test_a_fit_that_is_off_recommends_no_other_batches_and_says_so(tmp_path: Path) -> None:
+    machine = KnownMachine(bandwidth=1e9)
+    for number in range(60):
+        machine.bandwidth = 2e7 if number % 20 == 1 else 1e9  # a machine that stands still at times
+        machine.serve(range(9))
+    trace = machine.write(tmp_path / "x.lfr")
+    trust = Replay.read(trace).trust
+    off = [row.name for row in trust.unconfirmed if row.off > 3]
+    assert trust.trusted and off == ["exposed per step, p99 (ms)", "prefill, p99 (ms)"]
+    tried, said = candidates(tmp_path, machine)
+    assert set(tried) == {"transfer.save_backlog_bytes"} and "transfer.mode, transfer.prefetch_layers" in said
+    assert "exposed per step, p99: not confirmed by measurement" in said
+    shown = invoke("simulate", str(trace), "--set", "transfer.prefetch_layers=1").stdout.splitlines()
+    (at, *_) = [number for number, line in enumerate(shown) if line.startswith("exposed per step, mean")]
+    assert "the fit alone is off by" in shown[at + 1] and "not confirmed by measurement" in shown[at + 1]
+    assert max(map(len, shown)) <= 100
 
 
 @pytest.mark.parametrize(
@@ -84,8 +131,8 @@ def test_a_badly_tuned_file_is_changed_in_what_is_wrong_with_it(recorded: Record
         (("--also", "pool.sise"), "pool.size"),
         (("--html", "x", "--for", "nonsense"), "--for, --html: belongs to --verify; leave them out"),
         (("--endpoint", "ipc:///x"), "--endpoint: belongs to --verify"),
-        (("-o", "layerflow.toml"), "is the file that is tuned"),
-        (("-o", "hard.toml"), "is the file that is tuned"),
+        (("-o", "layerflow.toml"), "this command uses layerflow.toml"),
+        (("-o", "hard.toml"), "this command uses layerflow.toml"),
         (("-o", "x.lfr"), "is a recording"),
         (("-o", "pyproject.toml"), "no configuration of layerflow"),
         (("-o", "letter"), "no configuration of layerflow"),

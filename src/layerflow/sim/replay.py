@@ -30,6 +30,21 @@ CLOSE: Final = 0.15
 CLOSE_HITS: Final = 0.02
 """Hit tokens, as a share of all prompt tokens."""
 
+FITTED: Final = 0.5
+"""Where the fit alone is further from what was recorded, as a share of it, other batches are not confirmed: only the
+recorded ones have the noise that made up the difference."""
+
+BATCHED: Final = frozenset(
+    {
+        "transfer.mode",
+        "transfer.prefetch_layers",
+        "transfer.max_transfer_blocks",
+        "transfer.max_transfer_bytes",
+        "transfer.max_inflight_bytes",
+    }
+)
+"""The keys that change which batches loads are cut into."""
+
 INSTANT_S: Final = 0.5e-3
 """Times that differ by less than this do not differ: threads wake up that late."""
 
@@ -76,6 +91,7 @@ class TrustRow:
     :param predicted: each step with the noise that it was recorded with. :param fitted: no step with any: what the
         fitted link and compute alone say.
     :param alike: is `predicted` near enough for another configuration to be believed?
+    :param off: how many times `fitted` is off, of a time that is by more than :data:`FITTED`; else 1.
     """
 
     name: str
@@ -83,6 +99,7 @@ class TrustRow:
     predicted: float
     fitted: float
     alike: bool
+    off: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +116,11 @@ class Trust:
     def trusted(self) -> bool:
         """May anything be recommended?"""
         return not self.reasons and all(row.alike for row in self.rows)
+
+    @property
+    def unconfirmed(self) -> tuple[TrustRow, ...]:
+        """Figures that measurement does not confirm of other batches."""
+        return tuple(row for row in self.rows if row.off > 1)
 
 
 class Replay:
@@ -186,7 +208,8 @@ class Replay:
             for which, quantile in (("median", "p50"), ("p99", "p99")):
                 one, other, fitted = (getattr(getattr(each, of), quantile) for each in (was, told, alone))
                 alike = _alike(one, other, INSTANT_S)
-                rows.append(TrustRow(f"{name}, {which} (ms)", one * 1e3, other * 1e3, fitted * 1e3, alike))
+                off = _times_off(one, fitted)
+                rows.append(TrustRow(f"{name}, {which} (ms)", one * 1e3, other * 1e3, fitted * 1e3, alike, off))
         return Trust(tuple(rows), tuple(self._reasons()))
 
     def _reasons(self) -> Iterator[str]:
@@ -274,6 +297,12 @@ _COUNTS: Final[Sequence[tuple[str, int, Callable[[ReplayFigures], int]]]] = (
 
 def _alike(one: float, other: float, instant: float) -> bool:
     return abs(one - other) <= max(CLOSE * one, instant)
+
+
+def _times_off(recorded: float, fitted: float) -> float:
+    if abs(recorded - fitted) <= max(FITTED * recorded, INSTANT_S):
+        return 1.0
+    return max(recorded, fitted) / max(min(recorded, fitted), INSTANT_S)
 
 
 def _hits_alike(one: ReplayFigures, other: ReplayFigures) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 
 from layerflow.config.settings import Settings, effective
 from layerflow.errors import ConfigError
-from layerflow.sim.replay import BOUND, JUDGED, Replay
+from layerflow.sim.replay import BATCHED, BOUND, JUDGED, Replay
 from layerflow.sim.rerun import ReplayFigures, Sample
 from layerflow.tuning.search import Changes, Outcome, Timed
 
@@ -79,13 +79,40 @@ class RecordedJudge:
         settings = self.settings if not changes else self._replay.configured(self._file, {**self._given, **changes})
         return outcome_of(self._replay.under(settings))
 
-    def candidates(self, also: Iterable[str]) -> dict[str, Sequence[Any]]:
-        """Values to try, by key.
+    def candidates(self, also: Iterable[str], notes: list[str]) -> dict[str, Sequence[Any]]:
+        """Values to try, by key: none that makes batches or windows smaller than recorded ones, whose cost to the
+        engine's interpreter no record tells, and none of other batches where the fit alone is off.
 
-        :param also: sizing keys.
+        :param also: sizing keys. :param notes: gets what is not tried, and why.
         :raises ConfigError: one of them is none.
         """
         found = dict(SEARCHED)
+        if off := self._replay.trust.unconfirmed:
+            worst = max(off, key=lambda row: row.off)
+            found = {key: values for key, values in found.items() if key not in BATCHED}
+            notes.append(
+                f"Not tried: {', '.join(key for key in SEARCHED if key in BATCHED)}. They change batches, and the fit "
+                f"alone is off by {worst.off:.1f} x of {worst.name.partition(' (')[0]}: not confirmed by measurement."
+            )
+        recorded, current = self._replay.settings.transfer, self.current()
+        caps = {
+            "transfer.max_transfer_bytes": recorded.byte_cap,
+            "transfer.max_transfer_blocks": recorded.block_cap,
+            "transfer.max_inflight_bytes": recorded.max_inflight_bytes,
+        }
+        smaller = []
+        for key in [key for key in found if key in caps]:
+            values = [value for value in found[key] if not value or value >= caps[key]]
+            if len(values) < len(found[key]):
+                smaller.append(key)
+            found[key] = values
+            if not [value for value in values if value != current[key]]:
+                del found[key]
+        if smaller:
+            notes.append(
+                f"Not tried: less of {', '.join(smaller)} than was recorded: a replay does not tell what smaller "
+                "batches and windows cost an engine."
+            )
         ranks = max((len(engine.ranks) for engine in self._replay.run.engines), default=1)
         if ranks < 2 and not self.settings.transfer.h2d_stagger_us:
             del found["transfer.h2d_stagger_us"]
