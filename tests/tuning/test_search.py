@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerflow.errors import ConfigError
+from layerflow.sim.simulation import Distribution
 from layerflow.tuning.search import HIT_SLACK, Aim, Outcome, Search, Timed, figure
 
 KEYS = ("a", "b", "c", "d")
@@ -129,6 +130,19 @@ def test_what_is_not_permitted_is_left_alone_and_told() -> None:
 def test_too_few_steps_are_refused() -> None:
     with pytest.raises(ConfigError, match="30 steps with loads are too few"):
         found(Formula({}, steps=30))
+    # The slowest of 99 steps is no p99; of hits, 99 prompts tell.
+    with pytest.raises(ConfigError, match="too few to tell exposed_p99 from noise; record at least 100"):
+        found(Formula({}, steps=99))
+    assert found(Formula({}, steps=99), Aim.HIT_TOKENS) == {}
+
+
+@pytest.mark.parametrize("count", [1, 99, 100, 101, 199, 200, 1000])
+def test_p99_is_one_thing_everywhere(count: int) -> None:
+    values = [float(each) for each in range(count)]
+    timed = Timed(np.arange(count, dtype=float), np.array(values))
+    p99 = Distribution.of(values).p99
+    assert p99 == figure(Outcome(timed, timed, timed, 1), Aim.EXPOSED_P99)
+    assert sum(value <= p99 for value in values) >= 0.99 * count > sum(value < p99 for value in values)
 
 
 def test_no_settings_are_judged_twice_and_figures_are_exact() -> None:

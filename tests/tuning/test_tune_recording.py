@@ -51,7 +51,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     settings = Settings.load(file, {"pool.size": 64 << 20})
     machine = KnownMachine(bandwidth=1e9, batch_s=1e-3, settings=settings)
     drawn = random.Random(1)
-    for _ in range(80):
+    for _ in range(110):
         machine.serve(range(drawn.choice(CHUNKS)))
     return Recorded(machine.write(folder / "x.lfr"), file, machine)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from layerflow.errors import ConfigError, SessionError
 from layerflow.observe.spread import GROWTH, Spread, spread_of
 from layerflow.tuning.paired import LEAST_PAIRS, binomial_tail, compare
-from layerflow.tuning.verify import MARGIN_S, Arm, Goal, Look, Report, Verdict, look_of, timing, verify
+from layerflow.tuning.verify import MARGIN_S, Arm, Goal, Look, Report, Verdict, Window, look_of, timing, verify
 from layerflow.wire.messages import MAX_TRIED_S
 from layerflow_cli.commands.tune import _told
 
@@ -84,6 +84,34 @@ def test_better_settings_are_confirmed_and_never_left_in_force() -> None:
     told = report.plain()["figures"]["exposed_ms"]
     assert told["pairs"] == 10 and told["difference"] == pytest.approx(-2.0, abs=0.2) and told["p_better"] < 0.01
     assert told["low"] < told["difference"] < told["high"] < 0
+
+
+def test_pairs_that_are_better_are_counted() -> None:
+    report = Report(Goal.EXPOSED, {}, "file", "tuned")
+    for number in range(10):
+        for arm, mean in ((Arm.FILE, 0.010), (Arm.TUNED, 0.0105 if number < 2 else 0.005)):
+            exposed = Spread()
+            for _ in range(20):
+                exposed.add(mean)
+            report.windows.append(Window(arm, 0.0, 1.0, 0, 10, 100, exposed))
+    report.judge()
+    assert report.verdict is Verdict.CONFIRMED and "over 10 pairs of windows, in 8 of them (p = 0.0" in report.reason
+    assert report.plain()["figures"]["exposed_ms"]["pairs_better"] == 8
+
+
+@pytest.mark.parametrize(("change", "why"), [("incarnation", "started anew"), ("file", "file was edited")])
+def test_nothing_is_put_in_force_on_another_server_or_over_an_edit(change: str, why: str) -> None:
+    server, held = Known(0.010, 0.008), list[bytes]()
+
+    def window_is_over(_: Window) -> None:
+        server._look = replace(server._look, **{change: "another"})
+
+    report = Report(Goal.EXPOSED, {"transfer.prefetch_layers": 4}, "file", "tuned")
+    hold = server.hold
+    server.hold = lambda content, seconds: (held.append(content), hold(content, seconds))  # type: ignore[method-assign]
+    verify(server, TUNED, report, timing(200, None), window_is_over)
+    assert report.verdict is Verdict.CUT_SHORT and why in report.reason
+    assert TUNED not in held and not server.on
 
 
 def test_a_goal_that_is_not_reached_is_not_confirmed() -> None:

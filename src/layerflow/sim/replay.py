@@ -80,7 +80,7 @@ FEW_FAILED: Final = 2
 """Failed loads that differ by no more do not differ."""
 
 LEAST_SAMPLES: Final = 40
-"""Timed prompts, and steps, that tell a distribution: of fewer p99 is the slowest one."""
+"""Timed prompts, and steps, that tell a distribution."""
 
 
 @dataclass(frozen=True, slots=True)

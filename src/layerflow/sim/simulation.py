@@ -38,6 +38,11 @@ MOST_WORKERS: Final = 4096
 """The most that ``server.max_sessions`` may be."""
 
 
+def p99_place(count: int) -> int:
+    """Where p99 is among so many ordered values: the first that 99 % of them reach at most (nearest rank)."""
+    return -(-99 * count // 100) - 1
+
+
 @dataclass(frozen=True, slots=True)
 class Distribution:
     """Of many values, in the unit of their name."""
@@ -54,7 +59,7 @@ class Distribution:
         ordered = sorted(values)
         return cls(
             statistics.median(ordered),
-            ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)],
+            ordered[p99_place(len(ordered))],
             statistics.fmean(ordered),
         )
 

@@ -26,6 +26,7 @@ class Paired:
     :param difference: tuned less the file's, mean over pairs. :param low, high: of its 95 % interval.
     :param p_lower, p_higher: how often such a difference, or one further down or up, comes about where the settings
         make none.
+    :param lower, higher: pairs whose tuned window has less, or more.
     """
 
     pairs: int
@@ -36,9 +37,11 @@ class Paired:
     high: float
     p_lower: float
     p_higher: float
+    lower: int
+    higher: int
 
 
-NONE: Final = Paired(0, math.nan, math.nan, math.nan, math.nan, math.nan, 1.0, 1.0)
+NONE: Final = Paired(0, math.nan, math.nan, math.nan, math.nan, math.nan, 1.0, 1.0, 0, 0)
 
 
 def compare(file: Sequence[float], tuned: Sequence[float]) -> Paired:
@@ -71,6 +74,8 @@ def compare(file: Sequence[float], tuned: Sequence[float]) -> Paired:
         float(high),
         float((turned <= mean + slack).mean()),
         float((turned >= mean - slack).mean()),
+        int((differences < 0).sum()),
+        int((differences > 0).sum()),
     )
 
 

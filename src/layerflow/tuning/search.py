@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from layerflow.errors import ConfigError
 from layerflow.sim.replay import LEAST_SAMPLES
+from layerflow.sim.simulation import p99_place
 
 Changes = Mapping[str, Any]
 """Values by ``section.key``."""
@@ -37,6 +38,8 @@ HIT_SLACK: Final = 0.005
 SLOWER: Final = 0.02
 COMPARABLE: Final = 0.9
 """An outcome with fewer values than this share of the file's is about something else: loads ahead of a pass, say."""
+LEAST_OF_P99: Final = 100
+"""Of fewer values p99 is the slowest one."""
 _SEED: Final = 11
 _CELLS: Final = 1 << 20
 
@@ -149,7 +152,7 @@ def figure(outcome: Outcome, aim: Aim) -> float:
     values = outcome.of(aim).value
     if aim is Aim.HIT_TOKENS:
         return float(values.sum()) / max(1, outcome.tokens)
-    return float(np.sort(values)[math.ceil(0.99 * len(values)) - 1]) if len(values) else 0.0
+    return float(np.sort(values)[p99_place(len(values))]) if len(values) else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,11 +225,10 @@ class Search:
         self._known: dict[tuple[tuple[str, str], ...], Outcome | str] = {}
         self._base = judge.judge({})
         few = len(self._base.of(aim).value)
-        if few < LEAST_SAMPLES:
+        least = LEAST_SAMPLES if aim is Aim.HIT_TOKENS else LEAST_OF_P99
+        if few < least:
             what = {Aim.EXPOSED_P99: "steps with loads", Aim.TTFT_P99: "timed prompts", Aim.HIT_TOKENS: "prompts"}[aim]
-            raise ConfigError(
-                f"{few} {what} are too few to tell {aim.value} from noise; record at least {LEAST_SAMPLES}"
-            )
+            raise ConfigError(f"{few} {what} are too few to tell {aim.value} from noise; record at least {least}")
         times = self._base.of(aim).at
         self._noise = Noise(float(times.min()), float(times.max()))
 
@@ -289,7 +291,7 @@ class Search:
         if figure(after, Aim.HIT_TOKENS) < figure(base, Aim.HIT_TOKENS) - HIT_SLACK:
             return "fewer tokens would hit"
         for other, what in ((Aim.TTFT_P99, "first tokens"), (Aim.EXPOSED_P99, "waits for loads")):
-            if other is not self._aim and len(base.of(other).value) >= LEAST_SAMPLES:
+            if other is not self._aim and len(base.of(other).value) >= LEAST_OF_P99:
                 loss = self._noise.gain(after, base, other)
                 if loss.told(figure(base, other)) and loss.value > SLOWER * figure(base, other):
                     return f"p99 of {what} would rise"

@@ -233,7 +233,11 @@ class Report:
                 Verdict.NOT_CONFIRMED,
                 f"it is better (p = {better:.3f}), but p99 is {told.tuned * 1e3:.3g} ms of {self.target_s * 1e3:g} ms",
             )
-        return Verdict.CONFIRMED, f"it is better in {told.pairs} pairs of windows (p = {better:.3f})"
+        of_them = told.higher if self.goal is Goal.HIT_TOKENS else told.lower
+        return (
+            Verdict.CONFIRMED,
+            f"it is better over {told.pairs} pairs of windows, in {of_them} of them (p = {better:.3f})",
+        )
 
     def _worse(self, goal: Goal) -> str:
         """How a figure that is not the goal is worse, by more than chance and its slack; "" = it is not."""
@@ -261,6 +265,7 @@ class Report:
             better = told.p_higher if goal is Goal.HIT_TOKENS else told.p_lower
             figures[name] = {
                 "pairs": told.pairs,
+                "pairs_better": told.higher if goal is Goal.HIT_TOKENS else told.lower,
                 "file": told.file * factor,
                 "tuned": told.tuned * factor,
                 "difference": told.difference * factor,
@@ -418,6 +423,8 @@ def _window(server: Tried, arm: Arm, content: bytes, run: _Run) -> tuple[Window,
     """One window, and why its settings are to be taken back."""
     report, when, origin = run.report, run.when, run.origin
     expected = hashlib.sha256(content).hexdigest()
+    # Connections are made anew by themselves: of another server, or over an edit, nothing is put in force.
+    _check_unchanged(server.look(), report, origin)
     server.hold(content, when.window_s + MARGIN_S)
     held = _checked(server.look(), expected, report, origin)
     earlier = report.together(arm)
@@ -440,11 +447,15 @@ def _window(server: Tried, arm: Arm, content: bytes, run: _Run) -> tuple[Window,
         server.sleep(max(0.01, min(left, LOOK_S)))
 
 
-def _checked(look: Look, expected: str, report: Report, origin: Look) -> Look:
+def _check_unchanged(look: Look, report: Report, origin: Look) -> None:
     if look.incarnation != origin.incarnation:
         raise _CutShort("the server was started anew")
     if look.file != report.file:
         raise _CutShort("the watched file was edited")
+
+
+def _checked(look: Look, expected: str, report: Report, origin: Look) -> Look:
+    _check_unchanged(look, report, origin)
     if look.trial != expected:
         raise _CutShort(look.ended or "the server holds other settings")
     return look
