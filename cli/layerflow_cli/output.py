@@ -28,6 +28,7 @@ PLAIN_WIDTH = 160
 SILENT_S = 5.0
 """So long a command may say nothing."""
 _SUFFIXES = (
+    ("_gb_per_s", "GB/s"),
     ("_per_s", "/s"),
     ("_gbps", "GB/s"),
     ("_bytes", "bytes"),

@@ -15,6 +15,9 @@ def test_tau_counts_pairs_that_differ_by_more_than_the_noise():
     assert simulate.kendall([(one, -other) for one, other in rising], 0.1) == -1.0
     assert simulate.kendall([*rising, (3.05, 0.0)], 0.1) == pytest.approx((3 - 2) / 5)
     assert math.isnan(simulate.kendall(rising, 5.0))
+    # What is predicted alike is not predicted in order.
+    assert simulate.kendall([(1, 5), (2, 5), (3, 5), (4, 6)], 0) == pytest.approx(3 / 6)
+    assert simulate.kendall([(one, 7.0) for one, _ in rising], 0.1) == 0.0
 
 
 @pytest.mark.campaign

@@ -93,12 +93,17 @@ def test_proxy():
         assert 0 < result[order]["cpu_ms"]["p50"] <= result[order]["cpu_ms"]["p99"]
 
 
+def test_p99_of_few_rounds_is_not_beyond_the_slowest():
+    for values in ([3.0], [1.0, 3.0], [1.0, 2.0, 3.0]):
+        assert 2.9 < proxy._percentiles(values)["p99"] <= 3.0
+
+
 def test_stagger():
     # A layer that comes 1.5 slots late cannot be told from an early one: slots as long as they may be, far longer than
     # a busy machine makes a process wait.
     result = stagger.measure(ranks=2, layers=2, spacing_us=1_000_000, rounds=1)
     assert 0.0 <= result["slot_error_us"]["p50"] <= result["slot_error_us"]["p95"]
-    assert (result["early"], result["submitted"]) == (0, 4)
+    assert (result["early"], result["submitted"]) == (0, 4) and result["load_ratio"]["p50"] > 0
 
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])
@@ -127,11 +132,11 @@ def test_record():
 
 
 def test_server():
-    result = server.measure(engines=2, tp_size=2, layers=3, rounds=2, cases=("1+1", "2+0", "0+2"))
-    assert set(result["by_case"]) == {"1+1", "2+0", "0+2"}
+    result = server.measure(engines=2, tp_size=2, layers=61, rounds=2, cases=("2+2", "2+0", "0+2"))
+    assert set(result["by_case"]) == {"2+2", "2+0", "0+2"}
     for figures in result["by_case"].values():
         assert 0 < figures["us_per_worker_step"]["p50"] <= figures["us_per_worker_step"]["p99"]
-        assert figures["steps_per_s"] > 0 and figures["target_us"] is None, "its targets are those of 61 layers"
+        assert figures["steps_per_s"] > 0 and figures["target_us"] is None, "its targets are those of 8 engines"
     (table,) = server.present(result)
     assert table.row_count == 3
 
@@ -148,6 +153,8 @@ def test_beside():
         assert 0 <= figures["largest_stall_ms"] <= figures["worst_stall_ms"]
         assert math.isfinite(figures["lost_ms"]) and figures["stalls"] >= 0
     (table,) = beside.present(result)
+    assert table.row_count == 4 and result["targets"] == {}, "its targets are those of 256 MiB"
+    (table,) = beside.present(result | {"targets": beside.TARGETS})
     assert table.row_count == 6
 
 

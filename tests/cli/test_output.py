@@ -14,6 +14,7 @@ from layerflow_cli.output import progress, quantity, tables, unit_of, write_json
     [
         ("wall_ms", 12.345, ("12.3", "ms")),
         ("events_per_s", 123456.7, ("123,456.7", "/s")),
+        ("register_gb_per_s", 25.9, ("25.9", "GB/s")),
         ("us_per_event", 2.0, ("2", "us")),
         ("link_gbps", 4.25, ("4.25", "GB/s")),
         ("used_bytes", 3 << 20, ("3", "MiB")),

@@ -63,3 +63,13 @@ def test_what_the_benchmark_moves_arrives() -> None:
 )
 def test_a_layers_stagger_error_is_against_its_own_slot(rank: int, layer: int, when: float, error: float) -> None:
     assert stagger.slot_error(rank, layer, when, ranks=4, spacing_s=1.0) == pytest.approx(error)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_load_that_misses_turns_is_seen_by_its_time(rank: int) -> None:
+    slots = {layer: 4.0 * layer + (rank + layer) % 4 for layer in range(10)}
+    assert stagger.load_ratio(rank, slots, ranks=4, spacing_s=1.0) == pytest.approx(1.0)
+    late = {layer: when + 4.0 * layer for layer, when in slots.items()}  # a turn is missed before each layer
+    assert all(stagger.slot_error(rank, layer, when, 4, 1.0) == 0.0 for layer, when in late.items())
+    assert stagger.load_ratio(rank, late, ranks=4, spacing_s=1.0) == pytest.approx(1.9, abs=0.08)
+    assert stagger.load_ratio(rank, {0: 7.0}, ranks=4, spacing_s=1.0) == 1.0

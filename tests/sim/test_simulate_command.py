@@ -60,6 +60,7 @@ def test_says_first_how_far_it_can_be_trusted(trace, model):
     result = simulate(trace, "--model", model, *MACHINE)
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("No line of trust")
+    assert max(map(len, result.stdout.split("hardly more.")[0].splitlines())) <= 80
     assert "loaded_share" in result.stdout
     assert max(map(len, result.stdout.splitlines()[1:])) <= 80
 

@@ -151,6 +151,7 @@ def test_the_table_of_the_documentation():
         (["--tp", "100000"], "--tp"),
         (["--engines", "1000000"], "--engines"),
         (["--traffic", "inf"], "--traffic"),
+        (["--traffic", "1e-300"], "--traffic"),
         (["--link", "quick"], "is not a size"),
         (["--ram", "a lot"], "is not a size"),
         (["--prompt", "0"], "at least one token"),

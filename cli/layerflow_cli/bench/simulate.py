@@ -71,6 +71,11 @@ LAYER_MS, TOKEN_MS = 1.0, 0.008
 DOCUMENTS = (2, 3, 4, 6, 8)
 """Chunks of each."""
 
+REPEATS: Final = 3
+"""Of the recorded configuration, to know the noise: how far its means are apart."""
+LEAST_NOISE: Final = 0.02
+"""As a share of the mean."""
+
 IDLE_S, WAIT_S = 0.03, 60.0
 SPANS_S: Final = 2.2
 """A server asks workers once a second what took time in their steps."""
@@ -83,7 +88,7 @@ def measure(requests: int = 60, shapes: int = 4, configurations: int = 10, runs:
     :param configurations: of :data:`OTHERS`, so many. :param runs: of each shape.
     :returns: ``own``: figures recorded and predicted under the configuration that was recorded; ``others``: measured
         and predicted under others; ``tau_exposed`` and ``tau_prefill``: Kendall's tau of their means' order, of pairs
-        that differ by more than ``noise_exposed_ms`` and ``noise_prefill_ms``, which two runs of one configuration do.
+        that differ by more than ``noise_exposed_ms`` and ``noise_prefill_ms``, which runs of one configuration do.
     """
     torch.set_num_threads(1)
     own: list[dict[str, Any]] = []
@@ -101,13 +106,14 @@ def measure(requests: int = 60, shapes: int = 4, configurations: int = 10, runs:
             own += _own("pool", Replay.read(path))
         base = _serve(folder / "base.lfr", requests, {})
         own += _own("conversations", base)
-        again = _serve(folder / "again.lfr", requests, {})
-        rows = [_other("as recorded", base, again, {})]
+        again = [_serve(folder / f"again-{number}.lfr", requests, {}) for number in range(REPEATS)]
+        rows = [_other("as recorded", base, again[0], {})]
         for other, changed in itertools.islice(OTHERS.items(), configurations):
             rows.append(_other(other, base, _serve(folder / "other.lfr", requests, changed), changed))
     result: dict[str, Any] = {"own": own, "others": rows}
     for of in ("exposed", "prefill"):
-        noise = max(abs(rows[0][f"{of}_ms"] - getattr(base.recorded, of).mean * 1e3), 0.02 * rows[0][f"{of}_ms"])
+        means = [getattr(each.recorded, of).mean * 1e3 for each in (base, *again)]
+        noise = max(max(means) - min(means), LEAST_NOISE * means[0])
         result[f"noise_{of}_ms"] = noise
         result[f"tau_{of}"] = kendall([(row[f"{of}_ms"], row[f"{of}_predicted_ms"]) for row in rows], noise)
     return result
@@ -126,18 +132,18 @@ def present(result: dict[str, Any]) -> Iterator[Table]:
 
 
 def kendall(pairs: Sequence[tuple[float, float]], noise: float) -> float:
-    """Kendall's tau: pairs in the same order less those in the other one, by all; nan where there are none.
+    """Kendall's tau: pairs in the same order less those in the other one, by all that have a measured order; nan where
+    none has. Pairs that are predicted alike are in neither.
 
     :param pairs: measured and predicted. :param noise: measured values that differ by no more have no order.
     """
-    same = other = 0
+    balance = decided = 0
     for (one, told), (two, foretold) in itertools.combinations(pairs, 2):
         if abs(one - two) > noise:
             product = (one - two) * (told - foretold)
-            same += product > 0
-            other += product < 0
-    decided = same + other
-    return (same - other) / decided if decided else math.nan
+            decided += 1
+            balance += (product > 0) - (product < 0)
+    return balance / decided if decided else math.nan
 
 
 @contextlib.contextmanager

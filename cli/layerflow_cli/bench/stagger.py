@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import statistics
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
 from typing import Any
@@ -21,8 +22,8 @@ TOKENS = 256
 LAYER_BYTES = 1 << 20
 WAIT_S = 120.0
 
-Begun = tuple[int, int, float]
-"""Rank, layer, and when its copy was submitted, monotonic seconds."""
+Begun = tuple[int, int, int, float]
+"""Rank, number of the load, layer, and when its copy was submitted, monotonic seconds."""
 
 
 def measure(
@@ -34,7 +35,9 @@ def measure(
     :param spacing_us: distance of two slots, microseconds.
     :param device: of the ranks' memory: they share its link.
     :returns: ``slot_error_us``: how far behind its slot a layer was submitted, on a device how far behind it its copies
-        began to move, ``p50`` and ``p95``, microseconds; ``early``: layers that were submitted before their slot.
+        began to move, ``p50`` and ``p95``, microseconds; ``early``: layers that were submitted before their slot;
+        ``load_ratio``: of whole loads, see :func:`load_ratio`, ``p50`` and ``worst``: a layer that is turns late shows
+        there alone.
     :raises Unsupported: no such device here.
     """
     device_for(device)  # says so here, not in every rank
@@ -44,11 +47,23 @@ def measure(
     }
     with serving(**settings) as server:
         begun = _all_ranks(server.endpoint, ranks, layers, rounds, device)
-    errors = np.array([slot_error(rank, layer, when, ranks, spacing_us * 1e-6) for rank, layer, when in begun])
+    spacing_s = spacing_us * 1e-6
+    errors = np.array([slot_error(rank, layer, when, ranks, spacing_s) for rank, _, layer, when in begun])
+    loads: dict[tuple[int, int], dict[int, float]] = {}
+    for rank, number, layer, when in begun:
+        begins = loads.setdefault((rank, number), {})
+        begins[layer] = min(when, begins.get(layer, when))
+    whole = [load_ratio(rank, begins, ranks, spacing_s) for (rank, _), begins in loads.items()]
     p50, p95 = (np.percentile(errors[errors >= 0], (50, 95)) * 1e6).tolist()
     early = int((errors < 0).sum())
     about = {"device": device, "emulated": is_emulated(device)}
-    return {"slot_error_us": {"p50": p50, "p95": p95}, "early": early, "submitted": len(begun), **about}
+    return {
+        "slot_error_us": {"p50": p50, "p95": p95},
+        "load_ratio": {"p50": statistics.median(whole), "worst": max(whole)},
+        "early": early,
+        "submitted": len(begun),
+        **about,
+    }
 
 
 def slot_error(rank: int, layer: int, when: float, ranks: int, spacing_s: float) -> float:
@@ -57,6 +72,17 @@ def slot_error(rank: int, layer: int, when: float, ranks: int, spacing_s: float)
     turn = ranks * spacing_s
     error = (when - (rank + layer) % ranks * spacing_s) % turn
     return error - turn if error > turn - spacing_s / 2 else error
+
+
+def load_ratio(rank: int, begins: Mapping[int, float], ranks: int, spacing_s: float) -> float:
+    """How long a rank's load took ÷ what it takes where each layer has the next turn: 1 = no turn was missed. Both from
+    the first layer's start to a turn behind the last one's.
+
+    :param begins: when each layer was submitted.
+    """
+    first, last, turn = min(begins), max(begins), ranks * spacing_s
+    slots = (rank + last) % ranks - (rank + first) % ranks
+    return (begins[last] - begins[first] + turn) / ((last - first + 1) * turn + slots * spacing_s)
 
 
 def _all_ranks(endpoint: str, ranks: int, layers: int, rounds: int, device: str) -> Sequence[Begun]:
@@ -102,7 +128,7 @@ def _rank(
     try:
         worker.store(chain)
         begun: list[Begun] = []
-        for _ in range(rounds):
+        for number in range(rounds):
             together.wait(WAIT_S)
             hit = worker.agent.lookup("load", chain)
             request = worker.loading(chain, hit)
@@ -111,7 +137,7 @@ def _rank(
                     raise LayerflowError(f"rank {rank}: a load has failed: {step.failed}")
             worker.agent.wait_idle(request.request, WAIT_S)
             spans = worker.agent.traces[-1].spans
-            begun += [(rank, span.layer, span.start) for span in spans if span.lane == "load"]
+            begun += [(rank, number, span.layer, span.start) for span in spans if span.lane == "load"]
         out.send(begun)
     except threading.BrokenBarrierError:
         pass  # another rank has failed, and says why

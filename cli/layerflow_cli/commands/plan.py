@@ -51,7 +51,7 @@ def plan(
     traffic: Annotated[
         float | None,
         typer.Option(
-            min=0, max=1e15, callback=finite, metavar="N", help="New tokens a second that all engines together store."
+            min=1, max=1e15, callback=finite, metavar="N", help="New tokens a second that all engines together store."
         ),
     ] = None,
     dtype: Annotated[
@@ -174,7 +174,9 @@ def _header(
     prompt, loaded = capacity.prompt_bytes(tokens), capacity.load_bytes(tokens)
     yield f"A prompt of {tokens:,} tokens takes {size_text(prompt)}; each worker loads {size_text(loaded)} of it."
     held = capacity.tokens_in(size)
-    hours = f": {held / traffic / _HOUR_S:,.3g} hours of {traffic:,.0f} new tokens a second" if traffic else ""
+    lasts = held / traffic / _HOUR_S if traffic else 0.0
+    shown = f"{lasts:,.0f}" if lasts >= 100 else f"{lasts:.3g}"
+    hours = f": {shown} hours of {traffic:,.0f} new tokens a second" if traffic else ""
     yield f"The arena holds {held:,} tokens{hours}."
     if found is not None:
         times = found.longest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -238,7 +239,8 @@ def _run(machine: Machine, settings: Settings, trace: RequestTrace, seed: int, j
     if json_file is not None:
         write_json(json_file, {"trust": None, **result})
         return
-    typer.echo(UNTRUSTED)
+    for line in textwrap.wrap(UNTRUSTED, 80):
+        typer.echo(line)
     for table in tables(trace.name, result):
         console().print(table)
 
