@@ -208,6 +208,39 @@ def test_lists_that_cannot_be_pinned_leave_the_ranges_to_the_driver(arena: Share
     bench.copier.close()
 
 
+def test_a_lane_whose_launch_fails_goes_on_without(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("the module is gone")
+
+    extents = bench.extents()
+    before = bench.bytes_of(extents)
+    with monkeypatch.context() as broken, structlog.testing.capture_logs() as logs:
+        broken.setattr(bench.machine, "launch", fails)
+        bench.copier.save(extents)
+    bench.machine.run()
+    bench.memory.zero_()
+    bench.copier.load(extents)
+    bench.machine.run()
+    assert bench.bytes_of(extents) == before
+    assert [(line["event"], "is gone" in line["reason"]) for line in logs] == [("copy_kernel_unavailable", True)]
+    assert bench.device.copies.counts == CopyCounts(batches=2, calls=2)
+
+
+def test_its_lists_wait_for_whoever_had_their_memory(arena: SharedMemory) -> None:
+    """torch hands memory on that the engine's stream is not done with: in order on the thread's own stream alone."""
+    machine = Machine()
+    engines = machine.default.put(held=True)
+    bench = Bench(machine, arena)
+    bench.copier.save(bench.extents())
+    machine.run()
+    assert not bench.arena.array.any()
+    engines.held = False
+    machine.run()
+    assert bench.arena.array.any()
+    bench.copier.close()
+    bench.device.unpin(arena.address)
+
+
 def ranges(count: int, nbytes: int, *, phase: int = 0) -> Extents:
     """Blocks in both memories."""
     n = np.arange(count, dtype=np.int64)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import inspect
 import json
 from abc import abstractmethod
@@ -38,9 +40,9 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from layerflow.connectors.common.interface import check_interface
-from layerflow.connectors.sglang import LayerflowLinker, engine, linker, plugin
+from layerflow.connectors.sglang import LayerflowLinker, engine, identity, linker, plugin
 from layerflow.connectors.sglang.batch_saves import ALLOCATORS, frees_are_seen, full_attention_allocator
-from layerflow.connectors.sglang.drafts import ALGORITHMS, drafts_of
+from layerflow.connectors.sglang.drafts import ALGORITHMS, check_drafting, drafts_of
 from layerflow.connectors.sglang.identity import _adapters
 from layerflow.connectors.sglang.layout import KV, MAMBA, SWA
 from layerflow.connectors.sglang.options import SglangOptions
@@ -223,18 +225,43 @@ def test_a_draft_model_is_found_by_its_cache() -> None:
     runners = [ModelRunner.__new__(ModelRunner) for _ in range(2)]
     for heads, runner in enumerate(runners, 4):
         runner.token_to_kv_pool = object()
-        runner.model = torch.nn.ModuleList([RadixAttention(0), Attention(1), RadixAttention(1)])
+        # With MLA a layer has two.
+        runner.model = torch.nn.ModuleList([RadixAttention(0), Attention(1), RadixAttention(1), RadixAttention(1)])
         runner.model_config = SimpleNamespace(get_total_num_kv_heads=lambda heads=heads: heads)
     model, draft = runners
     (found,) = drafts_of([draft.token_to_kv_pool], "EAGLE")
     assert (found.pool, found.heads) == (draft.token_to_kv_pool, 5)
-    assert found.layers == {0: draft.model[0], 1: draft.model[2]}
+    assert found.modules == (draft.model[0], draft.model[2], draft.model[3])
     cache = engine.EngineCache.__new__(engine.EngineCache)
-    cache.layout = SimpleNamespace(layers={0: 0, 1: 1}, draft_layers=({0: 2, 1: 3},))  # type: ignore[assignment]
-    cache._drafted = engine._drafted([found], cache.layout)
-    told = [cache.number_of(each) for each in (model.model[0], model.model[2], draft.model[0], draft.model[2])]
-    assert told == [0, 1, 2, 3]
+    cache.layout = SimpleNamespace(layers={0: 0, 1: 1})  # type: ignore[assignment]
+    cache._drafted = frozenset(map(id, found.modules))
+    assert [cache.number_of(each) for each in (model.model[0], model.model[2])] == [0, 1]
+    assert {cache.number_of(each) for each in found.modules} == {None}, "it may run before the model's own layer"
     assert cache.number_of(RadixAttention(9)) is None
+
+
+def test_models_are_found_when_the_garbage_collector_is_frozen() -> None:
+    """As by SGLang's /freeze_gc, before a prefill or decode engine has got its first prompt."""
+    layer = RadixAttention(0)
+    gc.freeze()
+    try:
+        assert any(each is layer for each in identity.tracked_objects())
+        assert gc.get_freeze_count(), "what was frozen stays so"
+    finally:
+        gc.unfreeze()
+
+
+@pytest.mark.parametrize(("several", "steps", "refused"), [(True, 2, True), (True, 1, False), (False, 3, False)])
+def test_rows_that_hang_on_guesses_are_refused(several: bool, steps: int, refused: bool) -> None:
+    spec = SimpleNamespace(enable_multi_layer_eagle=several, speculative_num_steps=steps)
+    with pytest.raises(Unsupported, match="num-steps 1") if refused else contextlib.nullcontext():
+        check_drafting(spec)
+
+
+def test_rows_that_sglang_leaves_out_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND", "1")
+    with pytest.raises(Unsupported, match="unset it"):
+        check_drafting(SimpleNamespace(enable_multi_layer_eagle=False, speculative_num_steps=3))
 
 
 def test_a_draft_models_cache_is_waited_for_by_its_own_numbers() -> None:

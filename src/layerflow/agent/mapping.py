@@ -47,6 +47,9 @@ class ArenaAccess:
             # Before anything is pinned: a limit on pinned memory is to leave room for what these pin.
             load, save = (copier_for(memory, arena, device, pinned) for _ in range(2))
         self.copiers: tuple[Copier, Copier] = (load, save)
+        if pinned is not None:
+            # Seconds, the first time. Nobody waits for it: copies go on without.
+            self._speeding_up = OwnedThread("layerflow-kernel", device.prepare).start()
         self._preparing: Pinning | Populating = pinned or Populating(arena)
         self._preparing.start()
 
@@ -114,15 +117,12 @@ class Pinning:
         """End, and give back what is pinned."""
         self._stopping.set()
         self._thread.join()
-        for at in range(0, self._pinned, self.piece_bytes):
+        pinned, self._pinned = self._pinned, 0
+        for at in range(0, pinned, self.piece_bytes):
             self._device.unpin(self._address + at)
-        self._pinned = 0
 
     def _run(self) -> None:
         self._device.leave_captures()
-        with self._gate.work(self._stopping.is_set) as may:
-            if may:
-                self._device.prepare()
         began = told = time.monotonic()
         log.info("arena_pinning", device=self._device.kind, nbytes=self._nbytes)
         while self._pinned < self._nbytes and self._wait_free() and self._pin_next():

@@ -445,6 +445,7 @@ class Steps(OpenSteps):
             step.saves_spoilt = step.saves_spoilt or reason  # also those that have been read, and are not told yet
             step.fence_saves(reason)
             step.fence(reason)
+            step.wait_idle()  # what is in place for the engine's stream may not have landed
         if steps:
             self.lanes.save.wake()
         return len(steps)

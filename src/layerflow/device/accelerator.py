@@ -284,7 +284,8 @@ def range_kernel_of(device: torch.device, native: Native) -> RangeKernel:
         from layerflow.device.range_kernel import TritonKernel  # noqa: PLC0415 - only where there is a device
 
         kernel = TritonKernel()
-        with torch.cuda.device(device):
+        beside: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.device(device), torch.cuda.stream(beside):
             right = _copies_right(kernel, device)
     except Exception as error:  # whatever an import, a compiler or a driver raises
         raise Unsupported(f"Triton makes no kernel here: {type(error).__name__}: {error}") from error

@@ -63,7 +63,8 @@ class KernelCopies:
         self._events: list[DeviceEvent | None] = [None] * LIST_SLOTS
         self._next = 0
         self._pinned = False
-        if memory is None or device.kind != "cuda":
+        self._broken = False
+        if memory is None or device.kind != "cuda" or device.native is None:
             return
         shape = LIST_SLOTS, LIST_RANGES * 3
         self._host = np.frombuffer(mmap.mmap(-1, LIST_SLOTS * LIST_RANGES * 3 * 8), np.int64).reshape(shape)
@@ -72,6 +73,7 @@ class KernelCopies:
             self._pinned = device.pin(int(self._host.ctypes.data), self._host.nbytes)
         except (Unsupported, RuntimeError) as error:  # the latter is torch's out of memory, of any device
             log.warning("copy_kernel_unavailable", device=str(device), reason=str(error))
+            self._there = torch.empty(0)
 
     def takes(self, extents: Extents, arena: int, way: str, *, in_one_call: bool) -> bool:
         """Is the batch, all of whose arena is pinned, one for the kernel?
@@ -80,7 +82,7 @@ class KernelCopies:
         :param way: ``"ranges"``: none is; ``"kernel"``: whatever it can copy; otherwise where it pays.
         :param in_one_call: the driver copies many ranges in one call.
         """
-        if way == "ranges" or not self._pinned or self._device.kernel is None:
+        if way == "ranges" or self._broken or not self._pinned or self._device.kernel is None:
             return False
         count = extents.nbytes.size
         below, least = (BELOW_BYTES, MIN_RANGES) if in_one_call else (BELOW_BYTES_SINGLE, MIN_RANGES_SINGLE)
@@ -108,6 +110,11 @@ class KernelCopies:
             kernel.launch(listed, count, width)
             self._events[slot] = self._record()
             self._next = (slot + 1) % LIST_SLOTS
+
+    def give_up(self, error: Exception) -> None:
+        """It could not be launched: this lane goes without it from now on."""
+        self._broken = True
+        log.warning("copy_kernel_unavailable", device=str(self._device), reason=f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
         """Unpin the lists; nothing is on its way."""

@@ -101,6 +101,8 @@ class StreamCopier:
         self._bounce = None if whole or not self._in_one_call else BounceBuffer(device, arena, copy)
         self.way = "auto"
         self._kernel = KernelCopies(device, regions[0].bytes if regions else None, self._event)
+        # Its memory may have been the engine's, who may not be done with it: torch orders that on one stream alone.
+        self._stream.wait_event(device.record())
 
     def load(self, extents: Extents, after: DeviceEvent | None = None) -> DeviceEvent:
         return self._enqueue(extents, after, loads=True)
@@ -152,8 +154,11 @@ class StreamCopier:
         """
         pinned = int((extents.arena + extents.nbytes).max()) <= self._pinned.pinned_bytes
         if pinned and self._kernel.takes(extents, self._base, self.way, in_one_call=self._in_one_call):
-            self._kernel.copy(*self._ends(extents, loads))
-            return self._event(), True
+            try:
+                self._kernel.copy(*self._ends(extents, loads))
+                return self._event(), True
+            except Exception as error:  # noqa: BLE001 - of Triton or a driver; what is copied a second time is the same
+                self._kernel.give_up(error)
         extents = within_pieces(extents, extents.arena, self._pinned.piece_bytes)
         if self._in_one_call and not pinned:
             bounce = self._bounce

@@ -22,7 +22,7 @@ from layerflow.agent import Agent
 from layerflow.connectors.common.loaded import LoadedWeights
 from layerflow.connectors.common.weights import START_WAIT_S, Checkpoint, Weights, WeightsReading
 from layerflow.connectors.sglang.batch_saves import DRAIN_S, BatchSaves
-from layerflow.connectors.sglang.drafts import Draft
+from layerflow.connectors.sglang.drafts import Draft, check_drafting
 from layerflow.connectors.sglang.identity import (
     arithmetic_of,
     checkpoint_of,
@@ -30,7 +30,7 @@ from layerflow.connectors.sglang.identity import (
     drafting_of,
     loaded_modules,
 )
-from layerflow.connectors.sglang.layout import KV, SWA, PoolLayout, layout_of
+from layerflow.connectors.sglang.layout import KV, SWA, layout_of
 from layerflow.connectors.sglang.options import SglangOptions
 from layerflow.connectors.sglang.versions import check_version
 from layerflow.errors import Unsupported
@@ -79,7 +79,9 @@ class EngineCache:
         self.rank = Shard(parallel.attn_tp_rank, parallel.attn_tp_size)
         cached = [(draft.pool, draft.heads) for draft in drafts]
         self.layout = layout_of(kvcache, states, page, window, heads, self.rank, cached)
-        self._drafted = _drafted(drafts, self.layout)
+        if drafts:
+            check_drafting(get_spec())
+        self._drafted = frozenset(id(module) for draft in drafts for module in draft.modules)
         self.engine = _engine_id(cfg, parallel, role)
         self.name = (options.name or _name(cfg, parallel)) + (f"-{role}" if role else "")
         self._options = options
@@ -125,12 +127,12 @@ class EngineCache:
         return self._agent
 
     def number_of(self, layer: Any) -> int | None:
-        """layerflow's number of a layer of SGLang's, the model's or a draft model's; None = it has no cache here.
+        """layerflow's number of a layer that has just been computed, of SGLang's; None = it has no cache here, or is a
+        draft model's: SGLang may run that before the model too, and what it has written is known at the batch's end.
 
         :param layer: the module itself: models count their layers alike.
         """
-        drafted = self._drafted.get(id(layer))
-        return self.layout.layers.get(layer.layer_id) if drafted is None else drafted
+        return None if id(layer) in self._drafted else self.layout.layers.get(layer.layer_id)
 
     def are_replaced(self) -> bool:
         """Are the weights others than those that the keys name? Then nothing is to be loaded or saved until
@@ -213,16 +215,6 @@ class EngineCache:
         self._weights.close()
         if self._agent is not None:
             self._agent.close()
-
-
-def _drafted(drafts: Sequence[Draft], layout: PoolLayout) -> dict[int, int]:
-    """layerflow's numbers of draft models' layers, by the modules' identities."""
-    return {
-        id(module): numbers[layer]
-        for draft, numbers in zip(drafts, layout.draft_layers, strict=True)
-        for layer, module in draft.layers.items()
-        if layer in numbers
-    }
 
 
 def _content(weights: Sequence[Checkpoint], stop: threading.Event) -> str:

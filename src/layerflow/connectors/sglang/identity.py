@@ -23,8 +23,20 @@ _KNOWN_CODE = ("torch", "sglang")
 
 def loaded_modules() -> list[nn.Module]:
     """All modules of the models that this process has loaded; SGLang hands linkers their pools only."""
-    layers = [each for each in gc.get_objects() if issubclass(type(each), nn.Module) and _is_attention(each)]
+    layers = [each for each in tracked_objects() if issubclass(type(each), nn.Module) and _is_attention(each)]
     return model_of(layers)
+
+
+def tracked_objects() -> list[Any]:
+    """What the garbage collector knows in this process, also what it leaves alone since SGLang's ``/freeze_gc``."""
+    frozen = gc.get_freeze_count()
+    if frozen:
+        gc.unfreeze()
+    try:
+        return gc.get_objects()
+    finally:
+        if frozen:
+            gc.freeze()
 
 
 def _is_attention(module: nn.Module) -> bool:
