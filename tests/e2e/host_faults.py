@@ -55,7 +55,8 @@ def kill_hosts(server: ServerProcess, rounds: int, name: str, **how: Any) -> Non
     )
     assert tier["restarts"] == len(back)
     assert tier["failures"], "no kill hit a transfer: the campaign has shown nothing"
-    assert not busy.failed or tier["failures"]["fetch_failed"], "loads that died with their host are not counted"
+    died = busy.failed - busy.late  # the others were late on a busy machine
+    assert not died or tier["failures"].get("fetch_failed"), "loads that died with their host are not counted"
     assert busy.hits > rounds and steady.hits > rounds
     assert_rest(server, first)
     assert max(busy.worst_past, steady.worst_past) < PAST_S

@@ -33,6 +33,7 @@ WATCHED = 8
 class Counts:
     """What an engine has seen. Times in seconds.
 
+    :param late: of the passes that failed, those whose loads were not there by their deadline.
     :param worst_past: how long after its step's deadline a wait has ended, at worst; below 0 = before it.
     :param worst_wait_ended: how the longest wait has ended.
     :param wrong: bytes that a wait called ready and that are not the prompt's.
@@ -44,6 +45,7 @@ class Counts:
     hits: int = 0
     misses: int = 0
     failed: int = 0
+    late: int = 0
     watched: int = 0
     wrong: int = 0
     changed: int = 0
@@ -150,6 +152,7 @@ class Engine:
         counts.stuck += not ended_well
         if run.failed:
             counts.failed += 1
+            counts.late += all("deadline" in reason for reason in run.reasons)
             self._failed.append(run)
             if len(self._failed) > WATCHED:
                 self._look_again()

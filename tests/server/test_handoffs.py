@@ -284,7 +284,9 @@ def test_a_save_that_is_given_up_fails_its_readers_blocks_at_once(pair: Pair) ->
     assert following.run.failed == {0: set(range(25))}, "every block, and no others"
     pair.p_control.end_handoff("h", tokens=TOKENS)  # and no step has saved it again
     state = pair.p_control.watch_handoff("h", PATIENCE_S)
-    assert state.state == "failed" and "did not save 7 of its objects (a save of it was given up: " in state.reason
+    # By its end nothing of it is being saved, or its server hears only behind that the save was given up; and D may
+    # have asked for the objects once more meanwhile.
+    assert state.state == "failed" and ("did not save 7 of its objects" in state.reason or "given up" in state.reason)
     again = pair.d_lookups.wait(pair.ask("h", chain), PATIENCE_S)
     assert again is not None and not again.following and again.reason.startswith("failed")
     assert eventually(pair.balanced)
@@ -327,6 +329,8 @@ def test_room_that_a_reader_still_reads_is_not_given_to_others(pair: Pair) -> No
     pair.p.agent.wait_idle(run.name, 20)
     # D's step has not ended: the loads have failed, and it was not asked yet.
     assert following.finish() == 0 and following.run.failed
+    # The room is back once the server has heard that neither step touches it any more.
+    assert eventually(lambda: not any(each["open_steps"] for each in pair.p_control.status(PATIENCE_S)["sessions"]))
     second = Following(pair, "h", chain)
     pair.p.serve(chain, look=False)
     pair.p_control.end_handoff("h", tokens=TOKENS)

@@ -60,7 +60,7 @@ def test_guesses_over_a_loaded_prompt_are_those_over_a_computed_one(servers: Ser
         assert [wait.layer for wait in other.noted("wait")] == LAYERS, "each layer is waited for once, in this order"
         print(f"\n{loaded.host} of {len(asked)} tokens loaded; {loaded.guesses} guesses right")
     assert one.generate(PROMPT).tokens == EXPECTED["llama"]
-    # The other way round, and in chunks: each layer leaves behind its own pass, the draft model's too.
+    # The other way round, and in chunks.
     asked = prompt(528, SEED + 1)
     other.watch.write_text("")
     before = servers.until(bool)["pool"]["objects"]
@@ -69,7 +69,8 @@ def test_guesses_over_a_loaded_prompt_are_those_over_a_computed_one(servers: Ser
     servers.until(lambda status: status["pool"]["objects"] >= before + 2 * (len(asked) + N - 8) // 16)
     servers.settled()
     saves, hooks = other.noted("save"), other.noted("hook")
-    assert [hook.layer for hook in hooks[: len(LAYERS)]] == LAYERS
+    # No hook of the draft model's tells of a layer: its rows leave at the batch's end.
+    assert [hook.layer for hook in hooks[:8]] == [0, 1, 2, 3, None, None, None, None]
     by_layer = [sum(save.figure for save in saves if save.layer == layer) for layer in LAYERS]
     assert len(set(by_layer)) == 1, "the draft model's layers have as many pages"
     assert whole(asked) <= sum(by_layer) <= whole(asked + [0] * N), "each byte is moved once"

@@ -22,7 +22,7 @@ _move: Callable[..., Any] = SaveLane._move
 _log = Path(os.environ["WATCHED_LOG"])
 
 
-def _note(kind: str, layer: int, number: int, figure: float) -> None:
+def _note(kind: str, layer: int | None, number: int, figure: float) -> None:
     with _log.open("a") as log:
         log.write(json.dumps([kind, layer, number, figure, time.monotonic()]) + "\n")
 
@@ -36,7 +36,7 @@ def _watch_wait(step: Step, layer: int, *given: Any, **named: Any) -> Any:
         _note("wait", layer, step.number, time.monotonic() - began)
 
 
-def _watch_hook(saves: BatchSaves, layer: int) -> Any:
+def _watch_hook(saves: BatchSaves, layer: int | None) -> Any:
     """As ``BatchSaves.layer_done``: ``hook``, the layer."""
     _note("hook", layer, 0, 0.0)
     return _layer_done(saves, layer)

@@ -111,7 +111,8 @@ def test_better_settings_are_confirmed(served: Served, tmp_path: Path) -> None:
         assert told["changes"] == {"transfer.prefetch_layers": 4, "transfer.max_transfer_bytes": 4 << 20}
         arms = [window["settings"] for window in told["windows"]]
         assert arms == ["file", "tuned", "tuned", "file"] * (len(arms) // 4) + ["file", "tuned"][: len(arms) % 4]
-        assert page.read_text().count("<rect") == len(arms)
+        # A busy machine may leave a window without a step.
+        assert page.read_text().count("<rect") == sum(window["loading_steps"] > 0 for window in told["windows"])
         assert served.path.read_text() == before and _in_force(served.status()) == ("", 1, 16 << 10)
         if told["verdict"] == "confirmed":
             break
