@@ -38,8 +38,8 @@ def measure(
     """Median of `runs`, everything interleaved in one run.
 
     :param transfer_ms: T: what the emulated link needs for all bytes of a load. A save of compressed caches has more:
-        the window at the end of every chunk. On a device there is no emulated link, and T is what a bulk load took
-        longer than the compute alone.
+        the window at the end of every chunk. On a device there is no emulated link, and T is what a bulk load,
+        or save, takes without compute.
     :param shape: of a layer's cache: K and V, or compressed rows, a window and a running state.
     :param device: of the engine's memory, and of the matrix products. Unless it is the cpu, these are enqueued layer
         after layer and waited for once, as an engine's are: what they take beside a transfer is not seen, and counts as
@@ -61,20 +61,20 @@ def measure(
     with serving(pool__size="1GiB", pool__link_gbps=gbps) as server:
         worker = Worker(server.endpoint, layers, TOKENS, LAYER_BYTES, compressed=shape == "compressed", device=device)
         try:
-            walls = _interleaved(worker, work, settle, runs)
+            walls = _interleaved(worker, work, settle, runs, alone=not on_host)
         finally:
             worker.close()
     alone = statistics.median(walls["alone"])
     per_layer = alone / layers
     moved = {"load": layers * worker.layer_bytes, "save": layers * worker.saved_bytes}
-    measured = transfer_ms / 1e3 if on_host else max(1e-9, statistics.median(walls["load-bulk"]) - alone)
+    measured = transfer_ms / 1e3 if on_host else statistics.median(walls["load-transfer"])
     result: dict[str, Any] = {
         "layers": layers, "compute_ms": alone * 1e3, "transfer_ms": measured * 1e3, "compute": compute,
         "shape": shape, "link": "emulated" if on_host else "the device's", "bytes": moved["load"],
         "device": device, "emulated": is_emulated(device),
     }  # fmt: skip
     for direction, nbytes in moved.items():
-        transfer = nbytes / gbps / 1e9 if on_host else measured * nbytes / moved["load"]
+        transfer = nbytes / gbps / 1e9 if on_host else statistics.median(walls[f"{direction}-transfer"])
         wall = statistics.median(walls[f"{direction}-layerwise"])
         inside = statistics.median(walls[f"{direction}-compute"]) if on_host else alone
         bound = overlap_bound(transfer, layers, inside / layers)
@@ -92,7 +92,7 @@ def measure(
     return result
 
 
-def _interleaved(worker: Worker, work: Compute, settle: Compute, runs: int) -> dict[str, list[float]]:
+def _interleaved(worker: Worker, work: Compute, settle: Compute, runs: int, *, alone: bool) -> dict[str, list[float]]:
     known = worker.prompt()
     worker.store(known)
     walls: dict[str, list[float]] = {}
@@ -100,13 +100,16 @@ def _interleaved(worker: Worker, work: Compute, settle: Compute, runs: int) -> d
     def note(name: str, seconds: float) -> None:
         walls.setdefault(name, []).append(seconds)
 
-    def alone() -> None:
+    def compute() -> None:
         for _ in range(worker.layers):
             work()
         settle()
 
     for _ in range(runs):
-        note("alone", _timed(alone))
+        note("alone", _timed(compute))
+        if alone:
+            note("load-transfer", _load(worker, known, _nothing, settle, True)[0])
+            note("save-transfer", _save(worker, _nothing, settle, True)[0])
         for bulk in (True, False):
             wall, inside = _load(worker, known, work, settle, bulk)
             note(f"load-{'bulk' if bulk else 'layerwise'}", wall)
@@ -169,6 +172,10 @@ def _save(worker: Worker, work: Compute, settle: Compute, bulk: bool) -> tuple[f
     if request.request not in worker.agent.poll().saved:
         raise LayerflowError("a save was not stored; is the pool large enough?")
     return wall, sum(spent)
+
+
+def _nothing() -> None:
+    """No compute."""
 
 
 def _timed(work: Callable[[], object]) -> float:
