@@ -217,6 +217,8 @@ def test_tune_finds_most_of_what_a_grid_finds_and_verify_confirms_it(tmp_path: P
         try:
             control.record(trace, 20.0, 16 << 20)
             assert eventually(lambda: not control.status(15.0)["recording"]["on"], timeout_s=60)
+            if off := Replay.read(trace).trust.unconfirmed:
+                pytest.skip(f"the machine is too busy: the fit alone is off by {off[0].off:.1f} x of {off[0].name}")
             done = invoke("tune", str(trace), "--config", str(file), "-o", str(out))
             assert done.exit_code == 0, done.output
             print(done.stdout, out.read_text())
