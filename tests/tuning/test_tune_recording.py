@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from layerflow.agent import Control
 from layerflow.config.settings import Settings
-from layerflow.sim.replay import Replay, Trust
+from layerflow.sim.replay import Replay, Trust, TrustRow
 from layerflow.tuning.recorded import RecordedJudge
 from layerflow.tuning.verify import look_of
 from layerflow_cli.main import app
@@ -103,7 +103,9 @@ def test_no_smaller_batches_and_windows_are_tried_than_were_recorded(tmp_path: P
     assert "transfer.max_transfer_blocks" not in tried and "transfer.max_transfer_blocks" in said
 
 
-def test_a_fit_that_is_off_recommends_no_other_batches_and_says_so(tmp_path: Path) -> None:
+def test_a_fit_that_is_off_is_told_and_one_that_misses_a_median_recommends_no_other_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     machine = KnownMachine(bandwidth=1e9)
     for number in range(60):
         machine.bandwidth = 2e7 if number % 20 == 1 else 1e9  # a machine that stands still at times
@@ -113,11 +115,16 @@ def test_a_fit_that_is_off_recommends_no_other_batches_and_says_so(tmp_path: Pat
     off = [row.name for row in trust.unconfirmed if row.off > 3]
     assert trust.trusted and off == ["exposed per step, p99 (ms)", "prefill, p99 (ms)"]
     tried, said = candidates(tmp_path, machine)
-    assert set(tried) == {"transfer.save_backlog_bytes"} and "transfer.mode, transfer.prefetch_layers" in said
-    assert "exposed per step, p99: not confirmed by measurement" in said
+    assert "transfer.prefetch_layers" in tried and "is for --verify to tell" in said
+    assert "exposed per step, p99 is of what stood out" in said or "prefill, p99 is of what stood out" in said
     shown = invoke("simulate", str(trace), "--set", "transfer.prefetch_layers=1").stdout.splitlines()
     (at, *_) = [number for number, line in enumerate(shown) if line.startswith("exposed per step, mean")]
     assert "the fit alone is off by" in shown[at + 1] and "not confirmed by measurement" in shown[at + 1]
+    missed = TrustRow("exposed per step, median (ms)", 9.0, 9.0, 3.0, True, 3.0)
+    monkeypatch.setattr(Replay, "trust", Trust((missed,), ()))
+    tried, said = candidates(tmp_path, machine)
+    assert set(tried) == {"transfer.save_backlog_bytes"} and "transfer.mode, transfer.prefetch_layers" in said
+    assert "exposed per step, median: not confirmed by measurement" in said
     assert max(map(len, shown)) <= 100
 
 
@@ -217,7 +224,7 @@ def test_tune_finds_most_of_what_a_grid_finds_and_verify_confirms_it(tmp_path: P
         try:
             control.record(trace, 20.0, 16 << 20)
             assert eventually(lambda: not control.status(15.0)["recording"]["on"], timeout_s=60)
-            if off := Replay.read(trace).trust.unconfirmed:
+            if off := Replay.read(trace).trust.unfitted:
                 pytest.skip(f"the machine is too busy: the fit alone is off by {off[0].off:.1f} x of {off[0].name}")
             done = invoke("tune", str(trace), "--config", str(file), "-o", str(out))
             assert done.exit_code == 0, done.output

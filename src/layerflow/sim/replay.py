@@ -30,6 +30,9 @@ CLOSE: Final = 0.15
 CLOSE_HITS: Final = 0.02
 """Hit tokens, as a share of all prompt tokens."""
 
+MEDIAN: Final = ", median"
+"""In the name of a figure."""
+
 FITTED: Final = 0.5
 """Where the fit alone is further from what was recorded, as a share of it, other batches are not confirmed: only the
 recorded ones have the noise that made up the difference."""
@@ -122,6 +125,11 @@ class Trust:
         """Figures that measurement does not confirm of other batches."""
         return tuple(row for row in self.rows if row.off > 1)
 
+    @property
+    def unfitted(self) -> tuple[TrustRow, ...]:
+        """Those among them that are medians: there the fit has missed the rule, and not only what stands out."""
+        return tuple(row for row in self.unconfirmed if MEDIAN in row.name)
+
 
 class Replay:
     """A recording, and what another configuration would have done with it.
@@ -205,11 +213,11 @@ class Replay:
             one, other, fitted = count(was), count(told), count(alone)
             rows.append(TrustRow(name, one, other, fitted, _alike(one, other, few)))
         for name, of in (("exposed per step", "exposed"), ("prefill", "prefill")):
-            for which, quantile in (("median", "p50"), ("p99", "p99")):
+            for which, quantile in ((MEDIAN, "p50"), (", p99", "p99")):
                 one, other, fitted = (getattr(getattr(each, of), quantile) for each in (was, told, alone))
                 alike = _alike(one, other, INSTANT_S)
                 off = _times_off(one, fitted)
-                rows.append(TrustRow(f"{name}, {which} (ms)", one * 1e3, other * 1e3, fitted * 1e3, alike, off))
+                rows.append(TrustRow(f"{name}{which} (ms)", one * 1e3, other * 1e3, fitted * 1e3, alike, off))
         return Trust(tuple(rows), tuple(self._reasons()))
 
     def _reasons(self) -> Iterator[str]:

@@ -81,18 +81,25 @@ class RecordedJudge:
 
     def candidates(self, also: Iterable[str], notes: list[str]) -> dict[str, Sequence[Any]]:
         """Values to try, by key: none that makes batches or windows smaller than recorded ones, whose cost to the
-        engine's interpreter no record tells, and none of other batches where the fit alone is off.
+        engine's interpreter no record tells, and none of other batches where the fit alone misses a median.
 
         :param also: sizing keys. :param notes: gets what is not tried, and why.
         :raises ConfigError: one of them is none.
         """
         found = dict(SEARCHED)
-        if off := self._replay.trust.unconfirmed:
+        trust = self._replay.trust
+        if off := trust.unfitted:
             worst = max(off, key=lambda row: row.off)
             found = {key: values for key, values in found.items() if key not in BATCHED}
             notes.append(
                 f"Not tried: {', '.join(key for key in SEARCHED if key in BATCHED)}. They change batches, and the fit "
                 f"alone is off by {worst.off:.1f} x of {worst.name.partition(' (')[0]}: not confirmed by measurement."
+            )
+        elif off := trust.unconfirmed:
+            worst = max(off, key=lambda row: row.off)
+            notes.append(
+                f"{worst.name.partition(' (')[0]} is of what stood out while it was recorded: the fit alone is off by "
+                f"{worst.off:.1f} x. What other batches do to it is for --verify to tell."
             )
         recorded, current = self._replay.settings.transfer, self.current()
         caps = {
