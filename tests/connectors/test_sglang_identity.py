@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -138,10 +139,19 @@ def test_it_is_in_the_key_where_no_model_was_found() -> None:
     )
 
 
-def test_the_loaded_model_is_found_by_its_attention_layers() -> None:
-    model = Model()
-    found = {id(module) for module in loaded_modules()}
-    assert found >= {id(module) for module in model.modules()}
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_loaded_model_is_found_by_its_attention_layers(frozen: bool) -> None:
+    """Also when the garbage collector was frozen, as engines do once they have started."""
+    before, model = gc.get_freeze_count(), Model()
+    if frozen:
+        gc.freeze()
+    try:
+        found = {id(module) for module in loaded_modules()}
+        assert found >= {id(module) for module in model.modules()}
+        assert bool(gc.get_freeze_count()) is (frozen or bool(before)), "what was frozen stays so"
+    finally:
+        if not before:
+            gc.unfreeze()
 
 
 # -- files ----------------------------------------------------------------------------------------

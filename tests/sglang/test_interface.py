@@ -39,8 +39,9 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from layerflow.connectors.common.computation import tracked_objects
 from layerflow.connectors.common.interface import check_interface
-from layerflow.connectors.sglang import LayerflowLinker, engine, identity, linker, plugin
+from layerflow.connectors.sglang import LayerflowLinker, engine, linker, plugin
 from layerflow.connectors.sglang.batch_saves import ALLOCATORS, frees_are_seen, full_attention_allocator
 from layerflow.connectors.sglang.drafts import ALGORITHMS, check_drafting, drafts_of
 from layerflow.connectors.sglang.identity import _adapters
@@ -245,7 +246,7 @@ def test_models_are_found_when_the_garbage_collector_is_frozen() -> None:
     layer = RadixAttention(0)
     gc.freeze()
     try:
-        assert any(each is layer for each in identity.tracked_objects())
+        assert any(each is layer for each in tracked_objects())
         assert gc.get_freeze_count(), "what was frozen stays so"
     finally:
         gc.unfreeze()

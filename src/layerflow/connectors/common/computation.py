@@ -68,10 +68,25 @@ def classes_of(modules: Collection[nn.Module]) -> set[type]:
     return {base for module in modules for base in type(module).__mro__ if issubclass(base, nn.Module)}
 
 
+def tracked_objects() -> list[Any]:
+    """What the garbage collector knows in this process, also what it leaves alone since an engine froze it.
+
+    vLLM does when it has started, SGLang at ``/freeze_gc``.
+    """
+    frozen = gc.get_freeze_count()
+    if frozen:
+        gc.unfreeze()
+    try:
+        return gc.get_objects()
+    finally:
+        if frozen:
+            gc.freeze()
+
+
 def model_of(layers: Collection[nn.Module]) -> list[nn.Module]:
     """All modules of the models that these are layers of; engines hand connectors the layers only."""
     parents: dict[int, list[nn.Module]] = {}
-    for found in gc.get_objects():
+    for found in tracked_objects():
         if issubclass(type(found), nn.Module):
             for child in found.__dict__.get("_modules", {}).values():
                 parents.setdefault(id(child), []).append(found)

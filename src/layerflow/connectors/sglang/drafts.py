@@ -9,7 +9,7 @@ from typing import Any
 from sglang.srt.environ import envs
 from sglang.srt.model_executor.model_runner import ModelRunner
 
-from layerflow.connectors.sglang.identity import tracked_objects
+from layerflow.connectors.common.computation import tracked_objects
 from layerflow.errors import Unsupported
 
 ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE")

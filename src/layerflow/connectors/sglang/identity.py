@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 from collections.abc import Iterable
@@ -10,7 +9,15 @@ from typing import Any
 
 from torch import nn
 
-from layerflow.connectors.common.computation import classes_of, fact, model_facts, model_of, plain, reads
+from layerflow.connectors.common.computation import (
+    classes_of,
+    fact,
+    model_facts,
+    model_of,
+    plain,
+    reads,
+    tracked_objects,
+)
 from layerflow.connectors.common.weights import Checkpoint, checkpoint, folder_of
 from layerflow.content import folder_content
 from layerflow.errors import ConfigError, LayerflowError
@@ -25,18 +32,6 @@ def loaded_modules() -> list[nn.Module]:
     """All modules of the models that this process has loaded; SGLang hands linkers their pools only."""
     layers = [each for each in tracked_objects() if issubclass(type(each), nn.Module) and _is_attention(each)]
     return model_of(layers)
-
-
-def tracked_objects() -> list[Any]:
-    """What the garbage collector knows in this process, also what it leaves alone since SGLang's ``/freeze_gc``."""
-    frozen = gc.get_freeze_count()
-    if frozen:
-        gc.unfreeze()
-    try:
-        return gc.get_objects()
-    finally:
-        if frozen:
-            gc.freeze()
 
 
 def _is_attention(module: nn.Module) -> bool:
