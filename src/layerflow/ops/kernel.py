@@ -52,7 +52,6 @@ class KernelCopies:
 
     :param memory: a tensor of the engine's, on the device; None = it has none.
     :param record: an event behind all that is enqueued on that stream.
-
     """
 
     def __init__(self, device: Accelerator, memory: torch.Tensor | None, record: Callable[[], DeviceEvent]) -> None:
