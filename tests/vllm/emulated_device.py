@@ -6,7 +6,8 @@ Import it before vLLM, with Triton on the path and ``TRITON_INTERPRET=1``. Every
 * streams and events do nothing, because every operation has ended when its call returns: what would race does not;
 * Triton's kernels run in its interpreter, one program after another;
 * compiled operators are those of vLLM's build for CPUs; of CUDA's there are none, and whoever calls one gets an error
-  (``rms_norm`` there takes strided rows for contiguous ones, so models that norm their keys come out wrong: Gemma 3);
+  (``rms_norm`` there takes strided rows for contiguous ones, the likely reason why a Gemma 3, whose keys are normed,
+  comes out wrong);
 * a whole graph's replay is the Python function again that was captured, with vLLM's connector out of its reach, because
   a graph calls no hooks; piecewise graphs want a compiler, which there is none for this device;
 * memory sizes, the device's name and its capability are an H100's, so that vLLM chooses as it does there.
