@@ -48,22 +48,13 @@ def let(machine: Machine, pieces: int = 10_000) -> None:
     machine.pins.release(pieces)
 
 
-def run(machine: Machine, engine: Engine, name: str) -> None:
-    """Load what was saved into other blocks, and see every byte."""
-    request = engine.request(name)
-    with machine.stream(engine.stream), engine.agent.open_step([request]) as step:
-        engine.attend_all(step)
-    engine.assert_saw_all()
-    assert engine.agent.wait_idle(name, PATIENCE_S)
-
-
 def test_saves_and_loads_work_while_the_arena_is_being_pinned(machine: Machine, server: EmbeddedServer) -> None:
     engine = Engine(machine, server)
     try:
         assert engine.agent.attached and not engine.agent.wait_warm(0.0)
         with machine.running():
             engine.save("one")
-            run(machine, engine, "two")
+            engine.load("two")
         told = engine.agent.statistics()
         assert told.pinned_bytes == 0
         assert told.copies.bounced == told.copies.batches > 0 and not told.copies.single
@@ -74,7 +65,7 @@ def test_saves_and_loads_work_while_the_arena_is_being_pinned(machine: Machine, 
         assert engine.agent.statistics().pinned_bytes == 8 * MIB
         engine.seen.clear()
         with machine.running():
-            run(machine, engine, "three")
+            engine.load("three")
         after = engine.agent.statistics().copies
         assert after.bounced == told.copies.bounced and after.batches > told.copies.batches
         assert machine.torn == [], "no range across two pieces"
@@ -120,7 +111,7 @@ def test_a_worker_of_an_arena_of_64_gib_attaches_before_any_of_it_is_pinned(
             assert engine.agent.statistics().pinned_bytes == 0
             with machine.running():
                 engine.save("one")
-                run(machine, engine, "two")
+                engine.load("two")
         finally:
             let(machine)
             with machine.running():
@@ -139,7 +130,7 @@ def test_a_limit_on_pinned_memory_leaves_the_rest_to_the_buffer(machine: Machine
             assert engine.agent.statistics().pinned_bytes == 2 * PIECE
             with machine.running():
                 engine.save("one")
-                run(machine, engine, "two")
+                engine.load("two")
         finally:
             with machine.running():
                 engine.agent.close()

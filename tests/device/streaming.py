@@ -79,6 +79,14 @@ class Engine:
         assert hit.tokens == len(TOKENS) - 1
         return StepRequest(name, self.chain, (THERE,), load=(0, hit.tokens), hit=hit)
 
+    def load(self, name: str) -> None:
+        """A step that loads what was saved into other blocks, and sees every byte; the machine runs beside it."""
+        request = self.request(name)
+        with self.machine.stream(self.stream), self.agent.open_step([request]) as step:
+            self.attend_all(step)
+        self.assert_saw_all()
+        assert self.agent.wait_idle(name, PATIENCE_S)
+
     def assert_saw_all(self) -> None:
         """Every layer's attention has read the loaded bytes; the machine is to have done all."""
         assert eventually(lambda: len(self.seen) == LAYERS, PATIENCE_S)

@@ -80,6 +80,38 @@ def expected_hit(
     return min(best, len(asked) - 1)
 
 
+def loading(status: dict[str, Any]) -> bool:
+    """A step has begun to load. Loads by plans are the worker's own: the core counts no bytes of theirs."""
+    return bool(status["flow"]["steps"] and status["pool"]["pinned"])
+
+
+def begin_to_load(engine: Engine, server: ServerProcess, prompts: Sequence[Prompt]) -> None:
+    """Have prompts stored, and ask for them once more; returns while they are loaded. :meth:`Engine.finish` answers."""
+    engine.generate(*prompts)
+    settled(server.endpoint)
+    engine.begin(prompts, MAX_TOKENS)
+    until(server, loading)
+
+
+def kill_amid_loads(
+    engine: Engine, server: ServerProcess, prompts: Sequence[Prompt], wanted: Sequence[tuple[int, ...]]
+) -> None:
+    """Kill the server in the middle of loads; returns once another one is there, and has the engine's worker.
+
+    :param wanted: tokens of each prompt.
+    :raises AssertionError: other tokens, or a lost block, with the server killed or away.
+    """
+    begin_to_load(engine, server, prompts)
+    server.kill()
+    assert [answer.tokens for answer in engine.finish()] == wanted
+    # Nobody is there: prompts are computed.
+    answers = engine.generate(*prompts, max_tokens=MAX_TOKENS)
+    assert [(answer.tokens, answer.cached) for answer in answers] == [(tokens, 0) for tokens in wanted]
+    engine.assert_no_block_lost()
+    server.restart()
+    until(server, lambda status: any(session["memory"] for session in status["sessions"]))
+
+
 def settled(endpoint: str) -> dict[str, Any]:
     """Wait until a server has no open step and no half-written object: every save has ended.
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from churn import Churn
-from comparison import MAX_TOKENS, RECOVERY_S, prompt, settled, until
+from comparison import MAX_TOKENS, RECOVERY_S, kill_amid_loads, prompt, settled, until
 from engines import Engine, connector, loads_groups
 
 from layerflow_cli.bench.harness import ServerProcess
@@ -20,11 +19,6 @@ SLOW = {"pool__link_gbps": 0.004, "transfer__max_transfer_bytes": "64KiB"}
 
 Serve = Callable[..., ServerProcess]
 Start = Callable[..., Engine]
-
-
-def loading(status: dict[str, Any]) -> bool:
-    """A step has begun to load. Loads by plans are the worker's own: the core counts no bytes of theirs."""
-    return bool(status["flow"]["steps"] and status["pool"]["pinned"])
 
 
 @pytest.mark.timeout(300)
@@ -39,18 +33,7 @@ def test_the_server_is_killed_under_eight_requests(
     engine = vllm(model, kv_transfer_config=connector(server.endpoint, mode=mode, chunk_tokens=CHUNK))
     prompts = [prompt(seed, 150 + 20 * seed) for seed in range(8)]
     wanted = [answer.tokens for answer in plain(model).generate(*prompts, max_tokens=MAX_TOKENS)]
-    engine.generate(*prompts)
-    settled(server.endpoint)
-    engine.begin(prompts, MAX_TOKENS)
-    until(server, loading)
-    server.kill()
-    assert [answer.tokens for answer in engine.finish()] == wanted
-    # Nobody is there: prompts are computed.
-    answers = engine.generate(*prompts, max_tokens=MAX_TOKENS)
-    assert [(answer.tokens, answer.cached) for answer in answers] == [(tokens, 0) for tokens in wanted]
-    engine.assert_no_block_lost()
-    server.restart()
-    until(server, lambda status: any(session["memory"] for session in status["sessions"]))
+    kill_amid_loads(engine, server, prompts, wanted)
     deadline = time.monotonic() + RECOVERY_S
     while (answer := engine.one(prompts[0], max_tokens=MAX_TOKENS)).cached < len(prompts[0]) - 1:
         assert answer.tokens == wanted[0]

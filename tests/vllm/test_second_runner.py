@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comparison import MAX_TOKENS, prompt, settled, until
+from comparison import MAX_TOKENS, begin_to_load, kill_amid_loads, prompt, settled, until
 from e2e.stopping import go_on, stop
 from engines import VERSION, close, connector
 from second_runner import BLOCK, LAYERS, TRITON, Hook, SecondRunner, build
-from test_faults import loading
 
 from layerflow_cli.bench.harness import ServerProcess
 
@@ -166,17 +165,7 @@ def test_the_server_is_killed_amid_loads(serve: Serve, runner: Start, reference:
     engine = runner(server)
     prompts = [prompt(seed, 90 + 10 * seed) for seed in range(3)]
     wanted = [answer.tokens for answer in reference.generate(*prompts, max_tokens=MAX_TOKENS)]
-    engine.generate(*prompts)
-    settled(server.endpoint)
-    engine.begin(prompts, MAX_TOKENS)
-    until(server, loading)
-    server.kill()
-    assert [answer.tokens for answer in engine.finish()] == wanted
-    answers = engine.generate(*prompts, max_tokens=MAX_TOKENS)
-    assert [(answer.tokens, answer.cached) for answer in answers] == [(tokens, 0) for tokens in wanted]
-    engine.assert_no_block_lost()
-    server.restart()
-    until(server, lambda status: any(session["memory"] for session in status["sessions"]))
+    kill_amid_loads(engine, server, prompts, wanted)
     for cached in (0, len(prompts[0]) - 1):
         answer = engine.one(prompts[0], MAX_TOKENS)
         assert (answer.tokens, answer.cached) == (wanted[0], cached)
@@ -189,10 +178,7 @@ def test_the_server_stands_still_amid_loads(serve: Serve, runner: Start, referen
     engine = runner(server)
     prompts = [prompt(seed, 90 + 10 * seed) for seed in range(3)]
     wanted = [answer.tokens for answer in reference.generate(*prompts, max_tokens=MAX_TOKENS)]
-    engine.generate(*prompts)
-    settled(server.endpoint)
-    engine.begin(prompts, MAX_TOKENS)
-    until(server, loading)
+    begin_to_load(engine, server, prompts)
     stop(server.process.pid)
     assert [answer.tokens for answer in engine.finish()] == wanted
     go_on(server.process.pid)

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 from churn import Churn
-from comparison import MAX_TOKENS, Comparison, prompt, settled, until
+from comparison import MAX_TOKENS, Comparison, loading, prompt, settled, until
 from e2e.stopping import go_on, stop
 from engines import Engine, connector, loads_groups
-from test_faults import SLOW, loading
+from test_faults import SLOW
 
 from layerflow.agent.observer import fetch_status
 from layerflow_cli.bench.harness import ServerProcess

@@ -61,7 +61,7 @@ def measure(
     with serving(pool__size="1GiB", pool__link_gbps=gbps) as server:
         worker = Worker(server.endpoint, layers, TOKENS, LAYER_BYTES, compressed=shape == "compressed", device=device)
         try:
-            walls = _interleaved(worker, work, settle, runs, alone=not on_host)
+            walls = _interleaved(worker, work, settle, runs, transfers=not on_host)
         finally:
             worker.close()
     alone = statistics.median(walls["alone"])
@@ -92,7 +92,9 @@ def measure(
     return result
 
 
-def _interleaved(worker: Worker, work: Compute, settle: Compute, runs: int, *, alone: bool) -> dict[str, list[float]]:
+def _interleaved(
+    worker: Worker, work: Compute, settle: Compute, runs: int, *, transfers: bool
+) -> dict[str, list[float]]:
     known = worker.prompt()
     worker.store(known)
     walls: dict[str, list[float]] = {}
@@ -107,7 +109,7 @@ def _interleaved(worker: Worker, work: Compute, settle: Compute, runs: int, *, a
 
     for _ in range(runs):
         note("alone", _timed(compute))
-        if alone:
+        if transfers:
             note("load-transfer", _load(worker, known, _nothing, settle, True)[0])
             note("save-transfer", _save(worker, _nothing, settle, True)[0])
         for bulk in (True, False):
