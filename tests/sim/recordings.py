@@ -41,7 +41,7 @@ class KnownMachine:
 
     :param bandwidth: of loads, saves are half as quick. :param batch_s: of each batch. :param block_s: of each block.
     :param latency_s: behind which a load arrives; those of batches behind each other overlap.
-    :param fixed_s: of a layer, :param token_s: and of each new token.
+    :param fixed_s: of the mean layer, :param token_s: and of each new token. :param shares: by layer, of the mean one.
     """
 
     bandwidth: float = 100e6
@@ -50,6 +50,7 @@ class KnownMachine:
     latency_s: float = 0.0
     fixed_s: float = 2e-3
     token_s: float = 10e-6
+    shares: tuple[float, ...] = (1.0,) * LAYERS
     ranks: int = 1
     settings: Settings = field(default_factory=lambda: Settings(transfer={"mode": "layerwise"}, pool={"size": "64MiB"}))
     records: list[Any] = field(default_factory=list)
@@ -108,8 +109,8 @@ class KnownMachine:
                     trace.add("wait", layer, at, landed)
                     exposed += landed - at
                     at = landed
-                trace.add("compute", layer, at, at + layer_s)
-                at += layer_s
+                trace.add("compute", layer, at, at + layer_s * self.shares[layer])
+                at += layer_s * self.shares[layer]
             session = rank + 2
             fresh = numbers[held:]
             whole = (CHUNK // BLOCK,) * len(numbers)
@@ -119,7 +120,7 @@ class KnownMachine:
             for layer in range(LAYERS if fresh else 0):
                 count = len(fresh) * CHUNK // BLOCK
                 took = 2 * count * BLOCK_BYTES / self.bandwidth
-                begin = max(free_at, opened + exposed + (layer + 1) * layer_s)
+                begin = max(free_at, opened + exposed + sum(self.shares[: layer + 1]) * layer_s)
                 free_at = begin + took
                 nbytes = count * BLOCK_BYTES
                 trace.add("save", layer, begin, free_at, nbytes=nbytes, blocks=count, emulated=emulated)

@@ -120,6 +120,23 @@ def test_an_emulated_link_is_taken_as_its_settings_say(tmp_path):
     assert exposed_of(replay.under(replay.settings, residuals=False)) == pytest.approx(told, rel=0.01)
 
 
+@pytest.mark.parametrize("shares", [(0.0, 4.0, 0.0, 0.0), (2.0, 0.0, 2.0, 0.0)], ids=["one", "every-other"])
+def test_layers_that_compute_unlike_others_are_no_noise(tmp_path, shares):
+    machine = KnownMachine(bandwidth=100e6, shares=shares)
+    told = again(machine)
+    replay = Replay.read(machine.write(tmp_path / "x.lfr"))
+    fitted = replay.under(replay.settings, residuals=False)
+    assert exposed_of(fitted) == pytest.approx([exposed for exposed, _ in told[1:]], rel=0.01)
+    assert [sample.value for sample in fitted.prefill_s] == pytest.approx([took for _, took in told], rel=0.01)
+    unhit = KnownMachine(bandwidth=100e6, shares=shares)
+    expected = []
+    for turn in range(6):
+        unhit.stored.clear()
+        expected.append(unhit.serve([*PROMPT, *range(100, 100 + turn)])[1])
+    small = replay.under(replay.configured(None, {"pool.size": "64KiB"}))
+    assert [sample.value for sample in small.prefill_s] == pytest.approx(expected, rel=0.01)
+
+
 @pytest.mark.parametrize("latency_us", [0, 300, 30_000])
 def test_another_latency_of_an_emulated_link_takes_what_the_closed_form_says(tmp_path, latency_us):
     machine, other = emulating(), emulating(latency_us)

@@ -175,10 +175,12 @@ class Window(Generic[LoadsT]):
     """What of all steps is on its way: the nearest layer first, as far as the caps go.
 
     :ivar caps: may change at any time; what is on its way stays.
+    :ivar full: the last look has found no room: nothing may move until something lands.
     """
 
     def __init__(self, caps: WindowCaps = WindowCaps()) -> None:  # noqa: B008 - a value
         self.caps = caps
+        self.full = False
         self._steps: list[LoadsT] = []
         self._in_flight = 0
 
@@ -213,7 +215,8 @@ class Window(Generic[LoadsT]):
             for each in self._steps:  # asked once: another thread may cut a step off at any time
                 (steps if each.left else exhausted).append(each)
             self._steps = steps
-            if not steps:
+            self.full = 0 < window <= self._in_flight
+            if self.full or not steps:
                 break
             alone = len(self._steps) == 1
             first = self._steps[0] if alone else min(self._steps, key=_distance)
@@ -222,6 +225,7 @@ class Window(Generic[LoadsT]):
             caps = BatchCaps(caps.blocks, min(most, max(window // IN_FLIGHT, cursor.block_bytes)))
             room = window - self._in_flight
             if self._in_flight and cursor.next_extent(*caps).nbytes > room:
+                self.full = True
                 break
             # Where others wait too, it is their turn again behind this layer; and the first bytes leave at once.
             near, fresh = cursor.layer, not cursor.batches

@@ -152,6 +152,20 @@ def fit_compute(layers: Iterable[tuple[int, int, float]]) -> ComputeCost | None:
     return ComputeCost(*found) if found is not None else None
 
 
+def layer_shares(passes: Iterable[Sequence[float]], count: int) -> tuple[float, ...]:
+    """By layer, what it computes, as a share of the mean one: full attention takes longer than a window's.
+
+    The median of all passes, as far as they tell all layers' times; all alike where fewer than :data:`LEAST` do.
+
+    :param passes: of each, its layers' seconds. :param count: of a model's layers.
+    """
+    rows = np.array([layers for layers in passes if len(layers) == count and sum(layers) > 0.0])
+    if len(rows) < LEAST:
+        return (1.0,) * count
+    shares = np.median(rows / rows.mean(axis=1, keepdims=True), axis=0)
+    return tuple((shares / shares.mean()).tolist())
+
+
 def least_relative_error(rows: Sequence[tuple[Sequence[float], float]], *, preferred: int) -> tuple[float, ...] | None:
     """Coefficients, none negative, of ``seconds = sum(coefficient * amount)``; None: too few rows.
 

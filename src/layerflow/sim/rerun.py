@@ -27,7 +27,7 @@ from layerflow.recording.format import PartSeen
 from layerflow.server.terms import limits_of, terms_of
 from layerflow.sim.arena import SimulatedArena, SimulatedHeaders
 from layerflow.sim.clock import VirtualClock
-from layerflow.sim.fit import MovedBatch, emulated_link, fit_compute, fit_link, lateness, slowdowns
+from layerflow.sim.fit import MovedBatch, emulated_link, fit_compute, fit_link, lateness, layer_shares, slowdowns
 from layerflow.sim.forward import ForwardPass
 from layerflow.sim.recorded import RecordedEngine, RecordedPass, RecordedPrompt, RecordedRun, digests, last_pass
 from layerflow.sim.server import ROOT, Failed, SimulatedServer, WantedLoad, blocks_of
@@ -100,7 +100,8 @@ class Fitted:
 
     :param begin: zero of the virtual clock, in seconds of the recording's.
     :param load: what a load takes; :param save: and a save. One that was never seen is as the other.
-    :param compute: of one layer; None = not known.
+    :param compute: of the mean layer; None = not known.
+    :param shares: by layer, what it computes, as a share of the mean one.
     :param noise: by engine, rank and pass, how its loads went beside that; see :meth:`calibrate`.
     :param notice_s: how long after a layer's last byte a wait for it ends, where none was recorded.
     :param lag_s: from a pass's opening to its first load, where none was recorded.
@@ -111,6 +112,7 @@ class Fitted:
     load: LinkTimes
     save: LinkTimes
     compute: ComputeCost | None
+    shares: tuple[float, ...]
     noise: Mapping[tuple[int, int], Mapping[int, LoadNoise]]
     notice_s: float
     lag_s: float
@@ -154,6 +156,7 @@ class Fitted:
             load,
             save or known,
             fit_compute((*each.work, each.layer_s) for each in passes),
+            layer_shares((each.layers for each in passes), run.spec.num_layers),
             noise,
             statistics.median(notices) if notices else 0.0,
             statistics.median(lags) if lags else 0.0,
@@ -823,7 +826,7 @@ class _ReplayedEngine:
             pairs = sum(attention_pairs(end - begin, begin) for begin, end in was)
         cost = self._fitted.compute
         if cost is None or not tokens:
-            return layers if self._rerun.residuals else [sum(layers) / count] * count
+            return layers if self._rerun.residuals else self._by_shares(sum(layers) / count)
         now_tokens, now_pairs = float(tokens), pairs
         for prompt in here:
             begin, _ = prompt.ranges[each]
@@ -836,10 +839,15 @@ class _ReplayedEngine:
         was_s = cost.fixed + tokens * cost.token + pairs * cost.pair
         now_s = cost.fixed + max(1.0, now_tokens) * cost.token + max(1.0, now_pairs) * cost.pair
         if not self._rerun.residuals and each.work[0]:
-            return [now_s] * count
+            return self._by_shares(now_s)
         if now_s > was_s or not was_s:
-            return [seconds + now_s - was_s for seconds in layers]
+            more = self._by_shares(now_s - was_s)
+            return [seconds + added for seconds, added in zip(layers, more, strict=True)]
         return [seconds * now_s / was_s for seconds in layers]
+
+    def _by_shares(self, mean_s: float) -> list[float]:
+        """How long each layer computes where the mean one takes so long."""
+        return [mean_s * share for share in self._fitted.shares]
 
     def _recomputed(self, prompt: ReplayedPrompt) -> float:
         """How long it takes to compute a hit whose load has failed."""

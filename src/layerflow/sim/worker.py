@@ -266,7 +266,7 @@ class SimulatedWorker:
             self._end(loads)  # what has not begun is in no window yet
 
     def _pump(self) -> None:
-        while self._take():
+        while self._take() and not self._window.full:
             """As a lane does: what has just begun leaves before more is cut."""
         if not self._window.moves:
             self._sampling.moved()
