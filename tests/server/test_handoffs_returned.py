@@ -319,7 +319,7 @@ def test_a_readers_lookup_sees_the_partial_chunk(arena: Arena) -> None:
     assert arena.open("h", prompt) == ""
     handoff = arena.handoffs.get("h")
     assert handoff is not None
-    source = view_of_handoff(arena.pool, handoff)
+    source = view_of_handoff(arena.pool, handoff, lambda key: False)
     assert [tail.key for tail in source.tails(prompt.parent)] == [prompt.keys[-1]]
     assert not list(source.tails(prompt.keys[0]))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from unittest.mock import Mock
 
 import pytest
 
@@ -36,6 +37,7 @@ from layerflow.flow.events import (
 from layerflow.pool.arena import Arena
 from layerflow.pool.base import Owner
 from layerflow.pool.memory import MemoryPool
+from layerflow.server.handlers.following import view_of_handoff
 from layerflow.server.incoming import AtPeer, IncomingFetches, IncomingObjects, IncomingSaves
 from layerflow.wire.host_messages import Fetched, Pull, ToHost
 from server.test_tier_jobs import LAYERS, NBYTES, STEP, key, new
@@ -215,7 +217,12 @@ def test_what_is_lent_of_a_hand_off_comes_from_the_step_that_saves_it_or_is_told
     assert readers.told[-1] == ("reader", [key(5)], "whole")
     server.follows.revoke_reservations([key(6)], handoff, "its engine has ended it")
     assert readers.told[-1] == ("reader", [key(6)], "its engine has ended it")
+    # Another hand-off may still wait for it: while the reader has its room, no lookup may promise it.
+    other = Mock(pending={key(6), key(7)})
+    promises = view_of_handoff(server.pool, other, server.follows.given_up)
+    assert promises.lookup([key(5), key(6), key(7)]) == [True, False, True]
     server.follows.stop_lending("reader")
+    assert promises.lookup([key(6)]) == [True], "a step may save it again"
     assert not server.incoming.jobs and server.pool.writer(key(6)) is None
     assert server.pool.pinned_by("reader") == 1, "until it is released"
 

@@ -538,6 +538,10 @@ class IncomingSaves(IncomingSource):
         held = self._held.get(key)
         return held is not None and engine in held[0].readers
 
+    def given_up(self, key: bytes) -> bool:
+        """Return whether nobody stores an object whose room loads may still read: it cannot be loaded, nor saved."""
+        return key in self._held and key not in self._incoming.coming
+
     # Other servers -------------------------------------------------------------------------------
 
     def lend(

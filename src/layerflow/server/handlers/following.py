@@ -22,9 +22,14 @@ if TYPE_CHECKING:
     from layerflow.server.clients import ClientSession
 
 
-def view_of_handoff(pool: Pool, handoff: HandoffRecord) -> LookupView:
-    """What is stored, and what a hand-off is still to store, as one."""
-    return LookupView(pool, lambda keys: [key in handoff.pending for key in keys], handoff.partial)
+def view_of_handoff(pool: Pool, handoff: HandoffRecord, given_up: Callable[[bytes], bool]) -> LookupView:
+    """What is stored, and what a hand-off is still to store, as one.
+
+    :param given_up: is it an object that no step may save now? See :meth:`IncomingSaves.given_up`.
+    """
+    return LookupView(
+        pool, lambda keys: [key in handoff.pending and not given_up(key) for key in keys], handoff.partial
+    )
 
 
 def view_of_saves(context: ServerContext, engine: str, used: set[tuple[int, int]]) -> LookupView:

@@ -106,7 +106,8 @@ class LookupHandler:
         if why:
             await self._look(session, asked, why)
         else:
-            search = functools.partial(search_prompt, view_of_handoff(context.pool, handoff), spec, asked)
+            view = view_of_handoff(context.pool, handoff, context.driver.follows.given_up)
+            search = functools.partial(search_prompt, view, spec, asked)
             await self._find(session, asked, time.monotonic(), search, following=True)
 
     async def _look(self, session: ClientSession, asked: LookupRequest, reason: str = "") -> None:
