@@ -58,8 +58,8 @@ def measure(
         try:
             stored = worker.prompt()
             worker.store(stored)
-            turn_s = _turn_s(window_ms)
             for number in range(rounds):
+                turn_s = _turn_s(window_ms)  # a core's clock rate changes
                 seen["alone"].append(_window(window_ms, turn_s))
                 seen["save"].append(_beside(worker, worker.saving(worker.prompt()), window_ms, turn_s))
                 hit = worker.agent.lookup(f"hit-{number}", stored)
