@@ -61,9 +61,12 @@ def certain(samples: Sequence[float]) -> dict[str, float]:
 
 
 def moved(before: Mapping[str, Any], after: Mapping[str, Any], direction: str) -> dict[str, float]:
-    """Seconds of transfer between two readings of a layerflow server's figures: in all, hidden and exposed."""
+    """Seconds of transfer between two readings of a layerflow server's figures: in all, hidden and exposed.
+
+    A figure of which nothing was counted yet is in no reading.
+    """
     return {
-        part: after[name].get(direction, 0.0) - before[name].get(direction, 0.0)
+        part: after.get(name, {}).get(direction, 0.0) - before.get(name, {}).get(direction, 0.0)
         for part, name in (
             ("transfer_s", "transfer_seconds_total"),
             ("hidden_s", "hidden_seconds_total"),
