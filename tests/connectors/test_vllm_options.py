@@ -57,6 +57,11 @@ def test_saving_switches() -> None:
     assert options.chunk_tokens == 64
 
 
+def test_all_compressor_states_are_stored_unless_told_otherwise() -> None:
+    assert both({}).compressor_states == both({"compressor_states": "all"}).compressor_states == "all"
+    assert both({"compressor_states": "read"}).compressor_states == "read"
+
+
 def test_the_embedded_server_takes_the_tuning_keys() -> None:
     options = both({"layerwise_prefetch_layers": 3, "layerwise_max_transfer_bytes": "8MiB", "h2d_stagger_us": 100})
     assert options.server == {
@@ -103,6 +108,8 @@ def test_the_embedded_server_may_use_every_backend() -> None:
         ({"endpoint": ENDPOINT, "layerwise_prefetch_layers": 3}, "transfer.prefetch_layers"),
         ({"endpoint": "tcp://10.0.0.1:5555"}, "must run on this machine"),
         ({"mode": "fast"}, "auto, layerwise or bulk"),
+        ({"compressor_states": "none"}, "compressor_states = 'none': should be all or read"),
+        ({"compressor_states": False}, "should be text"),
         ({"mode": "bulk", "use_layerwise": True}, "contradict"),
         ({"load_async": True, "use_layerwise": True}, "contradict"),
         ({"use_layerwise": "yes"}, "true or false"),

@@ -124,6 +124,12 @@ def test_a_deep_prompt_raises_the_servers_limits(model):
     assert "max_step_objects = " in result.stdout
 
 
+def test_the_compressor_states_that_are_read():
+    few = plan("--table", str(FILE), "--ram", "1TiB", "--compressor-states", "read").stdout
+    (v4,) = [line for line in few.splitlines() if "DeepSeek-V4-Flash" in line]
+    assert "21 sliding, window 4, state" in v4 and "20 sliding, window 128, state" not in v4 and "| 19.3 KiB |" in v4
+
+
 def test_the_table_of_the_documentation():
     result = plan("--table", str(FILE), "--ram", "1TiB")
     rows = [line for line in result.stdout.splitlines() if line.startswith("| [")]
@@ -157,6 +163,7 @@ def test_the_table_of_the_documentation():
         (["--prompt", "0"], "at least one token"),
         (["--kv-dtype", "fp3"], "is no dtype of a cache"),
         (["--chunk-tokens", "100"], "not a multiple of"),
+        (["--compressor-states", "none"], "--compressor-states none: should be all or read"),
         (["--ram", "9GiB", "--prompt", "40k"], "does not hold two prompts of 40,960 tokens"),
         (["--table", "models.json"], "give a model's folder with --model, or"),
     ],

@@ -96,6 +96,21 @@ def test_the_compressed_groups_of_deepseek_v4():
     assert (round(capacity.token_bytes / 1e3), int(states / 256 / 1e3)) == (64, 47)
 
 
+def test_compressor_states_that_are_read_behind_a_hit():
+    """None of ratio 128; of ratio 4 those of one block."""
+    name = "DeepSeek-V4-Flash"
+    every = sized(name)
+    few = capacity_of(shape_of(MODELS[name], compressor_states="read"), block_tokens=16)
+    states = {
+        group.group.bytes_per_block: (group.layers, group.group.window, list(group.group.rules.keep(few.chunk_tokens)))
+        for group in few.groups
+        if group.group.planes[0].name == "state"
+    }
+    assert states == {32_768: (21, 4, [63]), 8_192: (21, 4, [63])}, "the last block of a chunk"
+    assert len(few.groups) == len(every.groups) - 1 and few.chunk_tokens == every.chunk_tokens
+    assert (round(every.token_bytes / 1e3), round(few.token_bytes / 1e3)) == (64, 20)
+
+
 def test_windows_are_loaded_up_to_their_length():
     capacity = sized("gpt-oss-120b")
     full, windowed = capacity.groups

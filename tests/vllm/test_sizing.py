@@ -19,9 +19,10 @@ from engines import VERSION
 from models import MODELS as TINY
 from sizing.models import MODELS
 
+from layerflow.connectors.vllm.options import Options
 from layerflow.errors import ConfigError
 from layerflow.sizing import capacity_of, model_of, shape_of
-from layerflow.spec import GroupSpec
+from layerflow.spec import GroupSpec, ModelSpec
 
 if VERSION < (0, 32):
     pytest.skip("sizes follow vLLM 0.32", allow_module_level=True)
@@ -120,6 +121,19 @@ def test_deepseek_v4s_groups_are_those_of_vllms_specs() -> None:
         row = group.kind == "sliding", group.block_size, group.window, group.ratio, group.bytes_per_block
         ours[row] += len(group.layers)
     assert ours == theirs
+
+
+def test_deepseek_v4s_read_states_are_those_of_the_connector() -> None:
+    from test_compressed import laid_out
+
+    def rows(spec: ModelSpec) -> Counter[tuple[str, int, int, int, int]]:
+        found = Counter[tuple[str, int, int, int, int]]()
+        for group in spec.groups:
+            found[group.kind, group.block_size, group.window, group.ratio, group.bytes_per_block] += len(group.layers)
+        return found
+
+    planned = model_of(shape_of(MODELS["DeepSeek-V4-Flash"], compressor_states="read"))
+    assert rows(planned) == rows(laid_out(Options(compressor_states="read")).spec)
 
 
 @pytest.mark.parametrize("told", ["float32", "float16", "bfloat16"])

@@ -65,6 +65,9 @@ def plan(
     chunk_tokens: Annotated[
         int, typer.Option(min=0, metavar="TOKENS", help="Tokens stored together; 0 = as the connector chooses them.")
     ] = 0,
+    compressor_states: Annotated[
+        str, typer.Option(metavar="all|read", help="Of DeepSeek-V4: the connector's setting of this name.")
+    ] = "all",
     like: Annotated[
         str, typer.Option(metavar="TYPE", help="Take a model that is not known for one of this model_type.")
     ] = "",
@@ -92,6 +95,7 @@ def plan(
         raise ConfigError(f"--prompt {prompt}: at least one token")
     if (model is None) == (table is None):
         raise ConfigError("give a model's folder with --model, or a file of models with --table")
+    told = {"state_dtype": state_dtype, "dtype": dtype, "compressor_states": compressor_states}
     if table is not None:
         foreign = ("engines", "link", "link_latency_us", "flops", "active_params", "layer_us", "traffic", "like")
         refuse_foreign(context, "--table prints Markdown, and no file", *foreign, "chunk_tokens", "json_file")
@@ -100,7 +104,7 @@ def plan(
                 name,
                 entry,
                 capacity_of(
-                    shape_of(entry["config"], kv_dtype, state_dtype=state_dtype, dtype=dtype),
+                    shape_of(entry["config"], kv_dtype, **told),
                     tp=tp,
                     pp=pp,
                     block_tokens=block_size,
@@ -111,7 +115,7 @@ def plan(
         typer.echo(_markdown(rows, arena_bytes, tokens))
         return
     assert model is not None
-    shape = shape_of(read_config(model), kv_dtype, like, state_dtype=state_dtype, dtype=dtype)
+    shape = shape_of(read_config(model), kv_dtype, like, **told)
     capacity = capacity_of(shape, tp=tp, pp=pp, block_tokens=block_size, chunk_tokens=chunk_tokens)
     speed = link_cost(link, link_latency_us)
     file = planned_file(capacity, arena_bytes=arena_bytes, prompt_tokens=tokens, link=speed, engines=engines)

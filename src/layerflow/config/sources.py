@@ -89,6 +89,7 @@ FOREIGN = {
     "consumer_is_to_load": _ENGINE_SIDE,
     "consumer_is_to_put": _ENGINE_SIDE,
     "chunk_tokens": _ENGINE_SIDE,
+    "compressor_states": _ENGINE_SIDE,
     "lookup_wait_ms": _ENGINE_SIDE,
     "model_content": _ENGINE_SIDE,
     "kv_connector_extra_config": "that is vLLM's; `layerflow config` lists the settings of the server",

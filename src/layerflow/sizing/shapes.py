@@ -167,6 +167,7 @@ def shape_of(
     *,
     state_dtype: str = "auto",
     dtype: str = "auto",
+    compressor_states: str = "all",
 ) -> Shape:
     """Return what a model caches.
 
@@ -175,8 +176,11 @@ def shape_of(
     :param like: take the model for one of this ``model_type``.
     :param state_dtype: vLLM's ``--mamba-ssm-cache-dtype``: of recurrent matrices.
     :param dtype: vLLM's ``--dtype``: what the model computes in.
+    :param compressor_states: the connector's setting: ``"all"``, or ``"read"``.
     :raises ConfigError: the model is not known, or fields that decide its cache are missing: a sentence says which.
     """
+    if compressor_states not in ("all", "read"):
+        raise ConfigError(f"--compressor-states {compressor_states}: should be all or read")
     text = next((dict(config[name]) for name in _NESTED if isinstance(config.get(name), dict)), dict(config))
     given = {**{key: config[key] for key in ("torch_dtype", "dtype") if key in config}, **text}
     named = like or str(text.get("model_type") or config.get("model_type") or "")
@@ -191,7 +195,8 @@ def shape_of(
     notes: list[str] = []
     if kv_dtype == "auto":
         kv_dtype = _checkpoints_kv_dtype(config, notes, latent=read is _latent)
-    reader = _Reader(named, fields, layers, _dtypes(fields, kv_dtype, state_dtype, dtype, notes), kv_dtype)
+    dtypes = _dtypes(fields, kv_dtype, state_dtype, dtype, notes)
+    reader = _Reader(named, fields, layers, dtypes, kv_dtype, all_states=compressor_states == "all")
     caches, pair_flops = read(reader)
     if fields.missing:
         raise ConfigError(
@@ -327,11 +332,14 @@ class _Reader:
     """Reads one model's fields.
 
     :param kv_dtype: as it was asked for.
+    :param all_states: compressor states are stored as far as their windows reach.
     """
 
-    def __init__(self, model_type: str, fields: Fields, layers: int, dtypes: _Dtypes, kv_dtype: str) -> None:
+    def __init__(
+        self, model_type: str, fields: Fields, layers: int, dtypes: _Dtypes, kv_dtype: str, *, all_states: bool
+    ) -> None:
         self.model_type, self.fields, self.layers = model_type, fields, layers
-        self.dtypes, self.kv_dtype = dtypes, kv_dtype
+        self.dtypes, self.kv_dtype, self.all_states = dtypes, kv_dtype, all_states
 
     def heads(self) -> tuple[int, int, int]:
         """Query heads, KV heads and elements of a head. A missing KV head count means one for each query head."""
@@ -466,7 +474,9 @@ def _compressed(reader: _Reader) -> tuple[list[Cache], float]:
 
     def state(layers: tuple[int, ...], ratio: int, elements: int) -> Cache:
         block, window = _V4_STATES[ratio]
-        return Cache("sliding", layers, {"state": ("float32", 0, elements)}, window, 1, block)
+        if not reader.all_states:  # the first row behind a hit reads the others, as far as it overlaps the rows before
+            window -= ratio
+        return Cache("sliding", layers if window else (), {"state": ("float32", 0, elements)}, window, 1, block)
 
     for ratio in sorted({ratio for ratio in ratios if ratio > 1}):
         layers = tuple(layer for layer, each in enumerate(ratios) if each == ratio)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import math
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -152,6 +153,38 @@ def _model_heads(model: Any, name: str) -> int:
     return int(model.get_total_num_kv_heads())
 
 
+# Of DeepSeek-V4's compressor states, those that are read behind a hit.
+#
+# A compressed row stands for `ratio` tokens. It is computed with the last of them, from the states of the last `window`
+# tokens. Hits end at multiples of every ratio, so the first token behind a hit begins a row: that row reads the states
+# of `window - ratio` tokens before the hit, and later rows read none of these. Rows of 128 tokens do not overlap, and
+# read no state before the hit. Rows of 4 read those of 4 tokens: without these no hit is right, wherever it ends.
+
+
+_COMPRESSOR_STATES = ("vllm.models.deepseek_v4.compressor", "CompressorStateCache")
+"""Module and name of the class whose kernels read as said above; other engines' compressors may keep other states."""
+_COMPRESSOR_RATIOS = {(4, 8): 4, (8, 128): 128}
+"""By tokens of a state's block and of its window. What is read, `window - ratio` tokens, is whole blocks."""
+
+
+def _compressor_ratios(vllm_config: Any, cache: Any, drafts: frozenset[str]) -> dict[str, int]:
+    """By layer, the ratios of the model's compressor states of which it is known when they are read."""
+    context = vllm_config.compilation_config.static_forward_context
+    ratios: dict[str, int] = {}
+    for name, layer_spec in _named_specs(cache):
+        kind = type(context.get(name))
+        # A draft model of several modules computes tokens before a hit again: its layers keep their windows.
+        if name in drafts or (kind.__module__, kind.__name__) != _COMPRESSOR_STATES:
+            continue
+        ratio = _COMPRESSOR_RATIOS.get((layer_spec.block_size, layer_spec.sliding_window))
+        if ratio is not None and not getattr(layer_spec, "extra_retained_tokens", 0):
+            ratios[name] = ratio
+    if not ratios:
+        reason = "this model has no compressor states of which it is known when they are read"
+        log.warning("compressor_states_all", reason=reason, effect="all of its caches are stored")
+    return ratios
+
+
 GroupName = tuple[int, Any]
 """What all pipeline stages call one of layerflow's groups: vLLM's cache group, and its layers' spec."""
 
@@ -219,11 +252,14 @@ def layout_of(vllm_config: Any, cache: Any, kv_caches: Mapping[str, Any], option
     """
     weights = checkpoint_of(vllm_config.model_config, vllm_config.load_config, options.model_content)
     drafts, draft_weights, unmoved = _drafts(vllm_config, cache)
+    ratios = _compressor_ratios(vllm_config, cache, drafts) if options.compressor_states == "read" else {}
+    specs = dict(_named_specs(cache))
+    unmoved |= {name for name, ratio in ratios.items() if specs[name].sliding_window == ratio}
     drafted = draft_facts(vllm_config, drafts) if draft_weights is not None else ""
     stages = _stages(vllm_config.parallel_config.pipeline_parallel_size, cache, unmoved)
     context = _context(vllm_config, cache, unmoved)
     shard = _shard(vllm_config.parallel_config, context)
-    places: dict[tuple[int, Any, tuple[int, ...], bool], list[str]] = {}
+    places: dict[tuple[int, Any, tuple[int, ...], bool, int], list[str]] = {}
     planes: dict[str, tuple[torch.Tensor, ...]] = {}
     for index, group in enumerate(cache.kv_cache_groups):
         if not getattr(group, "enable_kv_transfer", True):
@@ -234,22 +270,22 @@ def layout_of(vllm_config: Any, cache: Any, kv_caches: Mapping[str, Any], option
             layer_spec = _layer_spec(group.kv_cache_spec, name)
             planes[name] = _planes(name, layer_spec, kv_caches[name], cache.num_blocks)
             widths = tuple(plane.shape[2] for plane in planes[name])
-            places.setdefault((index, layer_spec, widths, name in drafts), []).append(name)
+            window = layer_spec.sliding_window - ratios.get(name, 0) if KINDS[kind_of(layer_spec)].windowed else 0
+            places.setdefault((index, layer_spec, widths, name in drafts, window), []).append(name)
     in_order = sorted(planes, key=lambda name: (name in drafts, _forward_order(name)))
     numbers = {name: number for number, name in enumerate(in_order)}
     groups: list[GroupSpec] = []
     axes: list[HeadAxis] = []
     vllm_groups: list[int] = []
     draft_names: list[str] = []
-    named = _common_groups(stages, [(index, layer_spec) for index, layer_spec, _, _ in places])
+    named = _common_groups(stages, [place[:2] for place in places])
     # All stages number their groups in one order, whichever of its layers each meets first; a draft model's are last.
-    for (index, layer_spec, widths, draft), names in sorted(
+    for (index, layer_spec, widths, draft, window), names in sorted(
         places.items(), key=lambda place: (place[0][3], named.index(place[0][:2]))
     ):
         kind = kind_of(layer_spec)
         layers = tuple(sorted(numbers[name] for name in names))
         own = tuple(Plane(f"part{part}" if part else "kv", "uint8", (width,)) for part, width in enumerate(widths))
-        window = layer_spec.sliding_window if KINDS[kind].windowed else 0
         parts = context.parts(layer_spec)
         size, ratio = context.block_tokens(layer_spec), _ratio(layer_spec) * parts
         groups.append(GroupSpec(kind, size, layers, own, window, ratio=ratio))
@@ -275,6 +311,11 @@ def layout_of(vllm_config: Any, cache: Any, kv_caches: Mapping[str, Any], option
             [group for group, draft in zip(groups, draft_names, strict=True) if not draft], options.chunk_tokens
         ),
     )
+    if spec.alignment % math.lcm(*ratios.values()):
+        raise Unsupported(
+            f"hits of this model end at multiples of {spec.alignment} tokens, inside of rows whose compressor states "
+            'are not stored; leave out compressor_states = "read"'
+        )
     tensors = {
         numbers[name]: {f"part{part}" if part else "kv": plane for part, plane in enumerate(parts)}
         for name, parts in planes.items()

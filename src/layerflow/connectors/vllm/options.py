@@ -16,6 +16,7 @@ from layerflow.connectors.vllm.versions import ALLOW_UNKNOWN
 from layerflow.errors import ConfigError
 
 ModeSetting = Literal["auto", "layerwise", "bulk"]
+StatesSetting = Literal["all", "read"]
 
 DEFAULT_LOOKUP_WAIT_MS = 2.0
 """How long the scheduler waits for a lookup before it asks again in its next pass."""
@@ -33,7 +34,7 @@ _POOL_TABLES = tuple(installed())
 _OWN_KEYS = (
     "endpoint", "mode", "use_layerwise", "load_async", "backend", "chunk_tokens", "discard_partial_chunks",
     "save_decode_cache", "consumer_is_to_load", "consumer_is_to_put", "lookup_wait_ms", "model_content", "name", "pd",
-    ALLOW_UNKNOWN,
+    "compressor_states", ALLOW_UNKNOWN,
 )  # fmt: skip
 _WHERE = "kv_connector_extra_config"
 
@@ -49,6 +50,8 @@ class Options:
     :param save: store what is computed.
     :param save_decode: also chunks that fill up while decoding.
     :param save_partial: also the prompt's last, partial chunk.
+    :param compressor_states: which of DeepSeek-V4's are stored and loaded: all that vLLM's windows hold, or those that
+        are read behind a hit.
     :param lookup_wait_s: how long one scheduling pass may wait for a lookup, seconds.
     :param model_content: names the weights where they are not safetensors files; "" = digest of the checkpoint.
         ``@FILE`` = the name is what that file holds, at the start and in the first step after each reset.
@@ -64,6 +67,7 @@ class Options:
     save: bool = True
     save_decode: bool = False
     save_partial: bool = True
+    compressor_states: StatesSetting = "all"
     lookup_wait_s: float = DEFAULT_LOOKUP_WAIT_MS / 1e3
     model_content: str = ""
     name: str = ""
@@ -107,6 +111,7 @@ def parse_options(extra: Mapping[str, Any], *, producer: bool, consumer: bool) -
         save=producer or written.switch("consumer_is_to_put", False),
         save_decode=written.switch("save_decode_cache", False),
         save_partial=not written.switch("discard_partial_chunks", False),
+        compressor_states=_states(written),
         lookup_wait_s=wait_ms / 1e3,
         model_content=written.text("model_content"),
         name=written.text("name"),
@@ -138,6 +143,13 @@ def _mode(written: WrittenOptions) -> ModeSetting:
             "auto, layerwise or bulk (loads that vLLM does not wait for)"
         )
     return wanted.pop() if wanted else "auto"  # type: ignore[return-value]
+
+
+def _states(written: WrittenOptions) -> StatesSetting:
+    states = written.text("compressor_states") or "all"
+    if states not in ("all", "read"):
+        raise ConfigError(f"{_WHERE}: compressor_states = {states!r}: should be all or read")
+    return states  # type: ignore[return-value]
 
 
 def _backend(options: WrittenOptions) -> str:
