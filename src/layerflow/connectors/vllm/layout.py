@@ -159,6 +159,9 @@ def _model_heads(model: Any, name: str) -> int:
 # tokens. Hits end at multiples of every ratio, so the first token behind a hit begins a row: that row reads the states
 # of `window - ratio` tokens before the hit, and later rows read none of these. Rows of 128 tokens do not overlap, and
 # read no state before the hit. Rows of 4 read those of 4 tokens: without these no hit is right, wherever it ends.
+#
+# vLLM's own prefix cache takes the blocks of states that were not loaded for valid. Its hits end with whole blocks of
+# every group, those of compressed rows among them, which are multiples of every ratio too.
 
 
 _COMPRESSOR_STATES = ("vllm.models.deepseek_v4.compressor", "CompressorStateCache")
