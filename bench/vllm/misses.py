@@ -38,6 +38,8 @@ PROMPTS_PER_ANSWER = 4
 WARM_UPS = 1
 BRIEF_PAUSE_S = 0.05
 """Between short prompts. One pair says little: it takes 400 until the median is known to 2 %, 1,600 to 1 %."""
+SHORTEST_MS = 1e-3
+"""A turn of an answer: tokens that were read together have one time."""
 
 
 Ask = Callable[[Server], Answer]
@@ -188,7 +190,7 @@ def _add_turns(turns: Reserved, answer: Answer) -> None:
     """The speed of each of the answer's turns; those of two neighbours, of which one is without, are a pair."""
     for turn in range(turns_of(len(answer.tokens))):
         begin = FIRST + turn * PERIOD
-        taken_ms = answer.times_ms[begin + PERIOD - 1] - answer.times_ms[begin - 1]
+        taken_ms = max(SHORTEST_MS, answer.times_ms[begin + PERIOD - 1] - answer.times_ms[begin - 1])
         turns[OUT if is_out(begin, len(answer.tokens)) else WITH].append(PERIOD / taken_ms * 1e3)
 
 
