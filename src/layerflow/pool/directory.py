@@ -172,6 +172,11 @@ class Directory:
                     if presence is not None:
                         presence.discard_tails(entry.parent, mark)
 
+    @property
+    def hides(self) -> bool:
+        """Is any object hidden?"""
+        return bool(self._hidden)
+
     # Pins ----------------------------------------------------------------------------------------
 
     def find(self, keys: Sequence[bytes]) -> list[DirectoryEntry | None]:

@@ -185,24 +185,19 @@ class AdaptiveClock(Generic[ItemT]):
 
     def park(self, items: Collection[ItemT]) -> None:
         """Take out objects that may not be evicted (they are pinned), or are no longer there."""
-        new = [item for item in items if not item.proven]
-        proven = [item for item in items if item.proven] if len(new) < len(items) else []
+        new, proven = _split(items)
         self._new.remove(new)
         self._proven.remove(proven)
-        self._new_bytes -= sum([item.room for item in new])
-        self._proven_bytes -= sum([item.room for item in proven])
-        self._uncount(items)
+        self._new_bytes -= self._uncount(new)
+        self._proven_bytes -= self._uncount(proven)
 
     def unpark(self, items: Collection[ItemT]) -> None:
         """Let these objects be evicted again, last of their queues."""
-        new = [item for item in items if not item.proven]
-        proven = [item for item in items if item.proven] if len(new) < len(items) else []
+        new, proven = _split(items)
         self._new.append(new)
         self._proven.append(proven)
-        self._new_bytes += sum([item.room for item in new])
-        self._proven_bytes += sum([item.room for item in proven])
-        for room, count in _rooms(items).items():
-            self._by_room[room] += count
+        self._new_bytes += self._count(new)
+        self._proven_bytes += self._count(proven)
 
     def victim(self) -> ItemT | None:
         """The object to evict now, taken out of the order; None where nothing may go.
@@ -258,14 +253,31 @@ class AdaptiveClock(Generic[ItemT]):
         share = self.share + nbytes / (self._new_bytes + self._proven_bytes + abs(nbytes))
         self.share = min(MOST_SHARE, max(LEAST_SHARE, share))
 
-    def _uncount(self, items: Collection[ItemT]) -> None:
-        by_room = self._by_room
+    def _count(self, items: Collection[ItemT]) -> int:
+        """Count objects by their size; how many bytes they are."""
+        nbytes = 0
         for room, count in _rooms(items).items():
+            self._by_room[room] += count
+            nbytes += room * count
+        return nbytes
+
+    def _uncount(self, items: Collection[ItemT]) -> int:
+        """The inverse of :meth:`_count`."""
+        by_room, nbytes = self._by_room, 0
+        for room, count in _rooms(items).items():
+            nbytes += room * count
             left = by_room[room] - count
             if left:
                 by_room[room] = left
             else:
                 del by_room[room]
+        return nbytes
+
+
+def _split(items: Collection[ItemT]) -> tuple[Collection[ItemT], Collection[ItemT]]:
+    """Those that are new, and those that are proven."""
+    new = [item for item in items if not item.proven]
+    return new, [item for item in items if item.proven] if len(new) < len(items) else ()
 
 
 def _rooms(items: Iterable[Evictable]) -> dict[int, int]:

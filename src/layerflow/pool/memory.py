@@ -557,7 +557,9 @@ class MemoryPool:
 
     def _release_idle(self, idle: list[DirectoryEntry]) -> None:
         """Let objects that lost their last pin be evicted, and drop those of them that are hidden."""
-        stored = [entry for entry in idle if entry.state is not ObjectState.HIDDEN]
+        stored = idle
+        if self._directory.hides:
+            stored = [entry for entry in idle if entry.state is not ObjectState.HIDDEN]
         self._policy.unpark(stored)
         if len(stored) < len(idle):
             for entry in idle:
