@@ -128,7 +128,7 @@ class Fitted:
             (engine.number, rank): _RankLanes(engine, rank) for engine in run.engines for rank in sorted(engine.ranks)
         }
         emulated = emulated_cost(run.settings)
-        every = math.ceil(sum(each.spans for each in lanes.values()) / MOST_FITTED)
+        every = max(1, math.ceil(sum(each.spans for each in lanes.values()) / MOST_FITTED))
         load, save = (
             fit_link(batches) if emulated is None else emulated_link(emulated, batches)
             for batches in (
@@ -156,7 +156,7 @@ class Fitted:
             load,
             save or known,
             fit_compute((*each.work, each.layer_s) for each in passes),
-            layer_shares((each.layers for each in passes), run.spec.num_layers),
+            layer_shares((each.layers for each in passes[::every]), run.spec.num_layers),
             noise,
             statistics.median(notices) if notices else 0.0,
             statistics.median(lags) if lags else 0.0,
