@@ -99,6 +99,7 @@ class AscendEngine(engines.Engine):
     """See :class:`engines.Engine`."""
 
     preload = ("machine", "vllm.entrypoints.llm", "vllm_ascend.patch.worker", "scenario")
+    patience = 10  # its kernels are computed on the host
     common: ClassVar[Mapping[str, Any]] = {
         **engines.COMMON,
         "block_size": BLOCK,

@@ -96,6 +96,8 @@ class Engine:
     environment: ClassVar[Mapping[str, str]] = ENVIRONMENT
     #: Arguments of ``vllm.LLM`` for every model.
     common: ClassVar[Mapping[str, Any]] = COMMON
+    #: So many times as long as others is waited for its start and its answers.
+    patience: ClassVar[int] = 1
     #: What runs in the process.
     serve: ClassVar[Callable[..., None]] = staticmethod(scenario.serve)
 
@@ -261,6 +263,7 @@ class Engine:
 
     def _hear(self, timeout_s: float) -> Any:
         try:
+            timeout_s *= self.patience
             if not self._pipe.poll(timeout_s):
                 raise EngineFailed(f"vLLM says nothing for {timeout_s:g} s\n{self._tail()}")
             well, said = self._pipe.recv()

@@ -18,8 +18,6 @@ from engines import COMMON, ENVIRONMENT, Engine
 from scenario import Scenario
 
 LAYERS, BLOCK = 2, 16
-PATIENCE = 10
-"""So many times as long as others is waited for an engine whose kernels are interpreted."""
 TRITON = Path(__file__).parents[2] / ".venv-vllm-triton"
 Hook = tuple[str, Any]
 """Its name, and its layer; of the two that open a step whether the pass's forward context is set."""
@@ -39,6 +37,7 @@ class SecondRunner(Engine):
         "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
         "VLLM_USE_DEEP_GEMM": "0",
     }
+    patience = 10  # its kernels are interpreted
     common: ClassVar[Any] = COMMON | {
         "worker_cls": "emulated_device.EmulatedWorker",
         "attention_backend": "TRITON_ATTN",
@@ -50,9 +49,6 @@ class SecondRunner(Engine):
         "gpu_memory_utilization": 0.5,
         "disable_log_stats": True,
     }
-
-    def _hear(self, timeout_s: float) -> Any:
-        return super()._hear(PATIENCE * timeout_s)
 
     def hooks(self) -> list[Hook]:
         """What vLLM's worker has called since the last time, in its order."""
