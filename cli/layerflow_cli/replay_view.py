@@ -87,9 +87,7 @@ def _lines(replay: Replay, other: Settings | None, changed: ReplayFigures | None
     yield f"{'':32}{'own':>11}{'other':>11}{'changes':>11}"
     for name, own, now in _pairs(replay.own, changed):
         yield f"{name:32}{own:11,.2f}{now:11,.2f}{_change(own, now):>11}"
-        off = max(
-            (row.off for row in trust.unconfirmed if name.partition(",")[0] == row.name.partition(",")[0]), default=0
-        )
+        off = max((row.off for row in trust.unconfirmed if _tells_of(row.name, name)), default=0)
         if off:
             yield f"    the fit alone is off by {off:.1f} x: not confirmed by measurement"
     unjudged = replay.unjudged(other) if other is not None else []
@@ -112,6 +110,12 @@ def against(trust: Trust) -> list[str]:
 
 def _change(one: float, other: float) -> str:
     return f"{(other - one) / one * 100:+.1f} %" if one else ("=" if not other else "new")
+
+
+def _tells_of(row: str, name: str) -> bool:
+    """Does a row of the trust tell of this figure? Of a mean the median's and p99's do."""
+    what, _, which = name.partition(", ")
+    return row == name.replace(", p50", ", median") or (which.startswith("mean") and row.partition(", ")[0] == what)
 
 
 def _pairs(own: ReplayFigures, other: ReplayFigures) -> Iterator[tuple[str, float, float]]:

@@ -142,6 +142,11 @@ def test_a_recording_is_timed_and_another_configuration_beside_it(tmp_path):
     assert late["other"]["exposed_per_step"]["mean_ms"] > 50 > told["own"]["exposed_per_step"]["mean_ms"]
     same = json.loads(simulate(path, "--set", "transfer.copy_way=kernel", "--json", "-").stdout)
     assert same["other"] == same["own"] and same["not_simulated"] == ["transfer.copy_way"]
+    small = KnownMachine(settings=Settings(transfer={"mode": "layerwise", "max_transfer_bytes": "1MiB"}))
+    for turn in range(40):
+        small.serve([*range(8), *range(100, 100 + turn % 6)])
+    given = (str(small.write(tmp_path / "small.lfr")), "--set", "transfer.max_inflight_bytes=16MiB")
+    assert simulate(*given).exit_code == 0, "it goes with the recorded batches, not with the default ones"
     end = ("--last", f"{_last(machine, 20)}s")
     assert "20 prompts with their times are too few" in simulate(path, *end).stdout
     curve = json.loads(simulate(path, *end, "--curve", "pool.size", "--json", "-").stdout)
@@ -176,6 +181,11 @@ def test_refuses_in_one_line(trace, model, tmp_path):
             assert option in refused(trace, "--model", model, "--link", "25GB/s", option, value)
     assert "keep one" in refused(trace, "--model", model, *MACHINE, "--set", "pool.size=1GiB", "--ram", "2GiB")
     assert "cannot be read" in refused(str(tmp_path / "none"), "--model", model, *MACHINE)
+    assert "cannot be read" in refused(str(tmp_path / "none")), "and not which model it has"
+    empty = tmp_path / "empty.lfr"
+    assert "No such file" in refused(str(empty))
+    empty.touch()
+    assert "is no recording" in refused(str(empty))
     wrong = tmp_path / "wrong.jsonl"
     wrong.write_text('{"timestamp": 0}')
     assert "line 1" in refused(str(wrong), "--model", model, *MACHINE)

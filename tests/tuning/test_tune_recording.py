@@ -120,6 +120,8 @@ def test_a_fit_that_is_off_is_told_and_one_that_misses_a_median_recommends_no_ot
     shown = invoke("simulate", str(trace), "--set", "transfer.prefetch_layers=1").stdout.splitlines()
     (at, *_) = [number for number, line in enumerate(shown) if line.startswith("exposed per step, mean")]
     assert "the fit alone is off by" in shown[at + 1] and "not confirmed by measurement" in shown[at + 1]
+    (at, *_) = [number for number, line in enumerate(shown) if line.startswith("exposed per step, p50")]
+    assert shown[at + 1].startswith("exposed per step, p99"), "the median is fitted well"
     missed = TrustRow("exposed per step, median (ms)", 9.0, 9.0, 3.0, True, 3.0)
     monkeypatch.setattr(Replay, "trust", Trust((missed,), ()))
     tried, said = candidates(tmp_path, machine)

@@ -157,12 +157,14 @@ def simulate(
     else:
         refuse_foreign(context, "tells of times, and of --curve nothing is timed", *_LINK, *_TIMED)
     given = overrides(settings or (), {"pool.size": ram})
-    configured = Settings.load(file, given)
     last_s = parse_duration("--last", last) if last is not None else math.inf
     output = CurveOutput(eviction, sample, html, json_file)
-    if is_recording(trace):
+    recorded = is_recording(trace) or trace.suffix == ".lfr"
+    # What is given changes the recorded settings, with which it has to go together, and not the defaults.
+    configured = Settings.load(file, given) if file is not None or curve is not None or not recorded else None
+    if recorded:
         refuse_foreign(context, "a recording tells its own model, engines and times", *_TOLD, *_TIMED)
-        if curve is None:
+        if curve is None or configured is None:
             refuse_foreign(context, "belongs to --curve, where a recording is replayed", "eviction")
             replay = Replay.read(trace, last_s)
             _replay(replay, file, given, _other_link(link, link_latency_us), json_file)
@@ -173,9 +175,10 @@ def simulate(
         _curve(prompts.trace, prompts.spec, largest, output, prompts)
         return
     refuse_foreign(context, "belongs to recordings, as --first to other traces", "last")
+    assert configured is not None
+    requests = _of_speed(read_trace(trace), first, speed)
     if model is None:
         raise ConfigError("which model? Give its folder with --model: how much a token takes follows from it")
-    requests = _of_speed(read_trace(trace), first, speed)
     capacity = capacity_of(
         shape_of(read_config(model), kv_dtype), tp=tp, block_tokens=16, chunk_tokens=requests.block_tokens
     )
