@@ -160,22 +160,24 @@ def simulate(
     last_s = parse_duration("--last", last) if last is not None else math.inf
     output = CurveOutput(eviction, sample, html, json_file)
     recorded = is_recording(trace) or trace.suffix == ".lfr"
-    # What is given changes the recorded settings, with which it has to go together, and not the defaults.
-    configured = Settings.load(file, given) if file is not None or curve is not None or not recorded else None
     if recorded:
         refuse_foreign(context, "a recording tells its own model, engines and times", *_TOLD, *_TIMED)
-        if curve is None or configured is None:
-            refuse_foreign(context, "belongs to --curve, where a recording is replayed", "eviction")
-            replay = Replay.read(trace, last_s)
-            _replay(replay, file, given, _other_link(link, link_latency_us), json_file)
-            return
+    if recorded and curve is None:
+        refuse_foreign(context, "belongs to --curve, where a recording is replayed", "eviction")
+        if file is not None:
+            Settings.load(file, given)  # refuses before the recording is read
+        # Without a file, what is given goes with the recorded settings, and not with the defaults.
+        replay = Replay.read(trace, last_s)
+        _replay(replay, file, given, _other_link(link, link_latency_us), json_file)
+        return
+    configured = Settings.load(file, given)
+    if recorded:
         prompts = prompts_of(read_run(trace, last_s))
         origin = {row.key: row.origin for row in effective(file, given)}
         largest = configured.pool.size if origin["pool.size"] else 4 * prompts.arena_bytes
         _curve(prompts.trace, prompts.spec, largest, output, prompts)
         return
     refuse_foreign(context, "belongs to recordings, as --first to other traces", "last")
-    assert configured is not None
     requests = _of_speed(read_trace(trace), first, speed)
     if model is None:
         raise ConfigError("which model? Give its folder with --model: how much a token takes follows from it")
