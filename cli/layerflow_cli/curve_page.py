@@ -20,14 +20,16 @@ _PAGE = """<!doctype html><meta charset="utf-8"><title>{title}</title>
 """
 
 
-def write_page(path: Path, name: str, points: Sequence[CurvePoint], knee: CurvePoint | None) -> None:
+def write_page(path: Path, name: str, points: Sequence[CurvePoint], knee: CurvePoint | None, everything: float) -> None:
     """Write the page.
 
+    :param everything: what a pool that holds everything hits, as a share.
     :raises ConfigError: the file cannot be written.
     """
     told = "No size is recommended."
     if knee is not None:
         told = f"pool.size {format_size(knee.arena_bytes)} hits {knee.hit_rate:.1%} of all prompt tokens (in red)."
+        told += f" A pool that holds everything would hit {everything:.1%}."
     page = _PAGE.format(
         title=html.escape(f"Hit tokens by pool.size: {name}"),
         told=html.escape(told),

@@ -68,7 +68,7 @@ JsonFile = Annotated[
     typer.Option(
         "--json",
         metavar="[FILE]",
-        help="The result as JSON in FILE; without FILE, on standard output.",
+        help="Also write the result as JSON in FILE; without FILE, print JSON instead of text.",
         callback=_checked_json,
     ),
 ]
@@ -78,6 +78,7 @@ SettingItems = Annotated[
 MOST_SECONDS = 30 * 86_400.0
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|min|h|d|)")
 _SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
+_LEAST_PLAIN_BYTES = 1 << 20
 STANDARD_OUTPUT = Path("-")
 """What ``--json`` without a file means: JSON instead of tables."""
 
@@ -111,6 +112,17 @@ def parse_duration(option: str, text: str, *, plain: bool = True) -> float:
     if not 0 < seconds <= MOST_SECONDS:
         raise ConfigError(f'{option} {text}: write a time such as "90s", "20m" or "1h", at most 30 days')
     return seconds
+
+
+def with_unit(option: str, text: str | None) -> str | None:
+    """A size of memory as it was given: a few bytes without a unit are a unit that was forgotten.
+
+    :param option: what messages call it. :param text: None = it was not given.
+    :raises ConfigError: it is such a number.
+    """
+    if text is not None and text.strip().isdecimal() and int(text) < _LEAST_PLAIN_BYTES:
+        raise ConfigError(f"{option} {text}: {text} bytes? Write the unit, e.g. {text.strip()}GiB")
+    return text
 
 
 def assignments(items: Sequence[str]) -> dict[str, str]:

@@ -11,6 +11,7 @@ import json
 import math
 import re
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from layerflow_cli.options import STANDARD_OUTPUT
 from layerflow_cli.output_file import write_file
 
 PLAIN_WIDTH = 160
+_LINE_WIDTH, _BAR_WORDS = 80, 36
 SILENT_S = 5.0
 """So long a command may say nothing."""
 _SUFFIXES = (
@@ -56,17 +58,19 @@ def console(*, stderr: bool = False) -> Console:
 
 
 @contextlib.contextmanager
-def progress(total: int, screen: Console | None = None, period_s: float = SILENT_S) -> Iterator[Callable[[str], None]]:
+def progress(
+    total: int, screen: Console | None = None, period_s: float = SILENT_S, *, about: bool = False
+) -> Iterator[Callable[[str], None]]:
     """A bar on a terminal; elsewhere a line on standard error every :data:`SILENT_S` seconds: what, how far, how long.
 
     What it gives is told what begins; before it, something has ended.
 
-    :param total: how much there is to do.
+    :param total: how much there is to do. :param about: it is not known exactly.
     :param screen: where a bar goes; None = standard error.
     """
     screen = screen or console(stderr=True)
     if not screen.is_terminal:
-        with progress_lines(total, period_s) as advance:
+        with progress_lines(total, period_s, about=about) as advance:
             yield advance
         return
     from rich.progress import (  # noqa: PLC0415 - most commands show no bar
@@ -77,21 +81,22 @@ def progress(total: int, screen: Console | None = None, period_s: float = SILENT
         TimeElapsedColumn,
     )
 
-    columns = (TextColumn("{task.description:<44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    width = _BAR_WORDS
+    columns = (TextColumn(f"{{task.description:<{width}}}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=screen, transient=True) as bar:
         task = bar.add_task("", total=total)
         begun = False
 
         def advance(what: str) -> None:
             nonlocal begun
-            bar.update(task, advance=int(begun), description=what)
+            bar.update(task, advance=int(begun), description=textwrap.shorten(what, width, placeholder=" ..."))
             begun = True
 
         yield advance
 
 
 @contextlib.contextmanager
-def progress_lines(total: int, period_s: float = SILENT_S) -> Iterator[Callable[[str], None]]:
+def progress_lines(total: int, period_s: float = SILENT_S, *, about: bool = False) -> Iterator[Callable[[str], None]]:
     """As :func:`progress`, in lines everywhere."""
     began, done = time.monotonic(), threading.Event()
     told: tuple[int, str] = -1, ""
@@ -100,9 +105,9 @@ def progress_lines(total: int, period_s: float = SILENT_S) -> Iterator[Callable[
         while not done.wait(period_s):
             count, what = told
             elapsed = time.monotonic() - began
-            print(
-                f"{what or 'starting'}: {max(count, 0)} of {total} done, {elapsed:.0f} s", file=sys.stderr, flush=True
-            )
+            place = f": {max(count, 0)} of {'about ' if about else ''}{total} done, {elapsed:.0f} s"
+            said = textwrap.shorten(what or "starting", _LINE_WIDTH - len(place), placeholder=" ...")
+            print(said + place, file=sys.stderr, flush=True)
 
     def advance(what: str) -> None:
         nonlocal told
@@ -211,6 +216,16 @@ def write_json(path: Path, result: Any) -> None:
     except ConfigError:
         print(text)
         raise
+
+
+def wrote_json(path: Path | None, result: Any) -> bool:
+    """As :func:`write_json`, where ``--json`` was given. True = to standard output, where no text belongs then.
+
+    :raises ConfigError: the file cannot be written; the result is on standard output then.
+    """
+    if path is not None:
+        write_json(path, result)
+    return path == STANDARD_OUTPUT
 
 
 def to_json(result: Any) -> str:

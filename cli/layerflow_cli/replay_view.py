@@ -23,7 +23,7 @@ def show_replay(replay: Replay, other: Settings | None, link: OtherLink | None, 
     :param link: its link; None = the fitted one.
     :raises ConfigError: another one was asked for, and the replay is not to be believed.
     """
-    from layerflow_cli.output import write_json  # noqa: PLC0415
+    from layerflow_cli.output import wrote_json  # noqa: PLC0415
 
     trust = replay.trust
     asked = other is not None or link is not None
@@ -33,29 +33,28 @@ def show_replay(replay: Replay, other: Settings | None, link: OtherLink | None, 
             f"{'; '.join(against(trust))}"
         )
     changed = replay.under(other or replay.settings, link=link) if asked else None
-    if json_file is not None:
-        told = {
-            "trust": {
-                "trusted": trust.trusted,
-                "against": against(trust),
-                "rows": [
-                    {
-                        "name": row.name,
-                        "recorded": row.recorded,
-                        "predicted": row.predicted,
-                        "fitted": row.fitted,
-                        "alike": row.alike,
-                        "fit_times_off": row.off,
-                    }
-                    for row in trust.rows
-                ],
-            },
-            "recorded": _figures(replay.recorded),
-            "own": _figures(replay.own),
-            "other": _figures(changed) if changed is not None else None,
-            "not_simulated": replay.unjudged(other) if other is not None else [],
-        }
-        write_json(json_file, told)
+    told = {
+        "trust": {
+            "trusted": trust.trusted,
+            "against": against(trust),
+            "rows": [
+                {
+                    "name": row.name,
+                    "recorded": row.recorded,
+                    "predicted": row.predicted,
+                    "fitted": row.fitted,
+                    "alike": row.alike,
+                    "fit_times_off": row.off,
+                }
+                for row in trust.rows
+            ],
+        },
+        "recorded": _figures(replay.recorded),
+        "own": _figures(replay.own),
+        "other": _figures(changed) if changed is not None else None,
+        "not_simulated": list(replay.unjudged(other)) if other is not None else [],
+    }
+    if wrote_json(json_file, told):
         return
     for line in _lines(replay, other, changed):
         typer.echo(line)
@@ -90,10 +89,11 @@ def _lines(replay: Replay, other: Settings | None, changed: ReplayFigures | None
         off = max((row.off for row in trust.unconfirmed if _tells_of(row.name, name)), default=0)
         if off:
             yield f"    the fit alone is off by {off:.1f} x: not confirmed by measurement"
-    unjudged = replay.unjudged(other) if other is not None else []
+    unjudged = replay.unjudged(other) if other is not None else {}
     if unjudged:
         yield ""
-        yield f"Not simulated, and so without effect here: {', '.join(unjudged)}."
+        yield "Not simulated, and so without effect here:"
+        yield from (f"  {key}: {was} when it was recorded, {says} now" for key, (was, says) in unjudged.items())
 
 
 def against(trust: Trust) -> list[str]:

@@ -48,7 +48,7 @@ def tune_file(wanted: Wanted) -> None:
     from layerflow.tuning.edit import Written, as_toml, edited  # noqa: PLC0415
     from layerflow.tuning.recorded import RecordedJudge, reason  # noqa: PLC0415
     from layerflow.tuning.search import Search  # noqa: PLC0415
-    from layerflow_cli.output import progress, write_json  # noqa: PLC0415
+    from layerflow_cli.output import progress, wrote_json  # noqa: PLC0415
     from layerflow_cli.replay_view import against  # noqa: PLC0415
 
     aim, target = parse_aim(wanted.goal)
@@ -74,7 +74,7 @@ def tune_file(wanted: Wanted) -> None:
             f"{wanted.trace}: nothing is recommended, because its own configuration is not predicted: "
             f"{'; '.join(against(replay.trust))}"
         )
-    with progress(_ROUNDS * sum(map(len, candidates.values()))) as advance:
+    with progress(_ROUNDS * sum(map(len, candidates.values())), about=True) as advance:
         current = judge.current()
         search = Search(judge, aim, candidates, current, target=target, tell=lambda changes: advance(_named(changes)))
         found = search.run()
@@ -96,8 +96,7 @@ def tune_file(wanted: Wanted) -> None:
             written.append(wanted.output)
 
     def figures() -> None:
-        if wanted.json_file is not None:
-            write_json(wanted.json_file, _plain(found, written))
+        if wrote_json(wanted.json_file, _plain(found, target, written)):
             return
         for line in _told(found, wanted, target, written):
             typer.echo(line)
@@ -137,14 +136,18 @@ def parse_aim(text: str) -> tuple[Aim, float | None]:
 def _told(found: Found, wanted: Wanted, target: float | None, written: Sequence[Path]) -> Iterator[str]:
     """What is recommended and what is not, in 80 columns."""
     aim = found.aim
-    yield f"{wanted.trace.name}: {found.judged} settings were replayed, {wanted.config.name} among them."
+    others = found.judged - 1
+    yield f"{wanted.trace.name}: replayed under {wanted.config.name}, and under {others} other settings."
     yield f"{aim.value}: {_shown(found.before, aim)} as it is, {_shown(found.after, aim)} with what follows:"
     yield f"{_gain(found.gain, aim)} by prediction, ± of this recording's windows."
+    if target is not None:
+        yield f"The goal of {_shown(target, aim)} is {'' if _reached(found, target) else 'NOT '}reached."
     yield ""
     if not found.changes:
-        reached = target is not None and found.before <= target
         yield "Nothing is changed: " + (
-            "the goal is reached." if reached else "nothing helps that can be told from noise."
+            "it is not needed."
+            if target is not None and _reached(found, target)
+            else "nothing helps that can be told from noise."
         )
     for change in found.changes:
         yield f"change {change.key}: {_toml(change.key, change.before)} -> {_toml(change.key, change.after)}"
@@ -172,7 +175,12 @@ def _told(found: Found, wanted: Wanted, target: float | None, written: Sequence[
         yield "pool.size needs a restart: it cannot be verified beside the file in force."
 
 
-def _plain(found: Found, written: Sequence[Path]) -> dict[str, Any]:
+def _reached(found: Found, target: float) -> bool:
+    """Whether the figure of what is recommended is as good as it was to be; of times, which have a target."""
+    return found.after <= target
+
+
+def _plain(found: Found, target: float | None, written: Sequence[Path]) -> dict[str, Any]:
     suffix, factor = ("share", 1.0) if found.aim.value == "hit_tokens" else ("ms", 1e3)
 
     def gain(of: Gain | None) -> dict[str, Any] | None:
@@ -185,6 +193,8 @@ def _plain(found: Found, written: Sequence[Path]) -> dict[str, Any]:
         f"before_{suffix}": found.before * factor,
         f"after_{suffix}": found.after * factor,
         "gain": gain(found.gain),
+        "target_ms": None if target is None else target * 1e3,
+        "reached": None if target is None else _reached(found, target),
         "judged": found.judged,
         "notes": found.notes,
         "written": str(written[0]) if written else None,

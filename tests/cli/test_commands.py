@@ -400,9 +400,10 @@ def test_what_asks_a_server_needs_no_torch():
 
 
 def test_json_is_one_option_everywhere(fake_server, tmp_path):
-    """``--json FILE`` writes it there; without FILE it is printed, and nothing else is."""
+    """``--json FILE`` also writes it there; without FILE it is printed, and nothing else is."""
     target = tmp_path / "status.json"
-    assert invoke("status", "--http", fake_server, "--json", str(target)).stdout == ""
+    beside = invoke("status", "--http", fake_server, "--json", str(target)).stdout
+    assert beside and beside == invoke("status", "--http", fake_server).stdout
     assert json.loads(target.read_text()) == STATUS
     assert json.loads(invoke("status", "--json", "--http", fake_server).stdout) == STATUS
     rows = json.loads(invoke("config", "--json", "-").stdout)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import OrderedDict
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 from sim.worlds import CHUNK, OBJECT_BYTES, conversations, machine, trace_of
 
 from layerflow.errors import ConfigError
-from layerflow.sim.curve import CurvePoint, hit_curve, knee
+from layerflow.sim.curve import CurvePoint, hit_curve, knee, most_hit
 from layerflow.sim.lru import Lru
 from layerflow.sim.simulation import one_group_spec
 from layerflow.sim.trace import RequestTrace, read_trace
@@ -60,7 +62,10 @@ def test_a_larger_pool_hits_more_until_it_holds_everything():
     rates = [point.hit_rate for point in points]
     assert rates == sorted(rates)
     most = least_recently_used(trace, 10**9)
-    assert rates[-1] == pytest.approx(most)
+    assert rates[-1] == pytest.approx(most) == most_hit(trace).hit_rate
+    purged = replace(trace, purges=(trace.requests[200].at,))
+    [point] = hit_curve(purged, SPEC, [arena_of(10_000)])
+    assert point.hit_tokens == most_hit(purged).hit_tokens < most_hit(trace).hit_tokens
     assert points[0].tokens == trace.tokens
 
 
@@ -75,11 +80,27 @@ def test_a_scan_does_not_push_out_what_is_used():
 
 def test_a_sample_says_how_far_off_it_may_be():
     trace = conversations(7, count=3000)
-    sizes = [arena_of(blocks) for blocks in (400, 4000)]
+    sizes = [arena_of(blocks) for blocks in (800, 4000)]
     whole, sampled = list(hit_curve(trace, SPEC, sizes)), list(hit_curve(trace, SPEC, sizes, sample=8))
     for true, told in zip(whole, sampled, strict=True):
-        assert 0.0 < told.error < 0.05
-        assert told.hit_rate == pytest.approx(true.hit_rate, abs=4 * told.error + 0.03)
+        assert 0.0 < told.error < 0.02
+        assert told.hit_rate == pytest.approx(true.hit_rate, abs=4 * told.error)
+
+
+def test_where_everything_fits_a_sample_is_exact():
+    trace = conversations(7, count=3000)
+    [whole], [sampled] = (hit_curve(trace, SPEC, [1 << 40], sample=sample, skip=0.3) for sample in (1, 8))
+    assert sampled.hit_rate == pytest.approx(whole.hit_rate, abs=0.001) and sampled.error < 0.001
+
+
+def test_the_error_of_samples_is_what_they_are_off_by():
+    """Over many traces the distances from the truth, each in its own standard errors, are about 1."""
+    off = []
+    for seed in range(5):
+        trace = conversations(seed, count=3000)
+        [whole], [sampled] = (hit_curve(trace, SPEC, [arena_of(800)], sample=sample) for sample in (1, 8))
+        off.append((sampled.hit_rate - whole.hit_rate) / sampled.error)
+    assert 0.3 < statistics.stdev(off) < 2.0 and abs(statistics.fmean(off)) < 1.0, off
 
 
 def test_the_knee_is_the_smallest_that_is_nearly_the_best():
@@ -91,7 +112,9 @@ def test_the_knee_is_the_smallest_that_is_nearly_the_best():
 def test_a_sample_that_is_too_thin_and_caches_that_are_not_replayed_are_refused():
     trace = conversations(7, count=100)
     with pytest.raises(ConfigError, match="sample less thinly"):
-        list(hit_curve(trace, SPEC, [1 << 20], sample=1000))
+        list(hit_curve(trace, SPEC, [1 << 40], sample=1000))
+    with pytest.raises(ConfigError, match="1MiB holds fewer than 64 chunks"):
+        list(hit_curve(conversations(7, count=3000), SPEC, [1 << 40, 1 << 20], sample=8))
     window = msgspec.structs.replace(SPEC.groups[0], kind="sliding", window=128)
     with pytest.raises(ConfigError, match="not simulated yet"):
         list(hit_curve(trace, msgspec.structs.replace(SPEC, groups=(window,)), [1 << 20]))

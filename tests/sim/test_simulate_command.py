@@ -92,6 +92,11 @@ def test_a_curve_on_the_terminal_as_json_and_as_a_page(trace, model, tmp_path):
     rates = [point["hit_share"] for point in told["points"]]
     assert len(rates) == 12 and rates[0] < rates[-1] and told["points"][-1]["pool_size_bytes"] == 1 << 30
     assert page.read_text().count("<circle") == 12
+    assert told["everything_hits_share"] > rates[-1] and told["larger_hits_more"]
+    assert "<- knee" in result.stdout.splitlines()[-6], result.stdout
+    assert result.stdout.endswith("Look at larger sizes too: --ram 4GiB.\n")
+    told = json.loads(simulate(*curve[:-1], "64GiB", "--json").stdout)
+    assert told["everything_hits_share"] == told["points"][-1]["hit_share"] and not told["larger_hits_more"]
     assert "sample less thinly" in refused(*curve, "--sample", "4")
     for timed in (("--link", "1GB/s"), ("--link-latency-us", "3"), ("--step-ms", "3"), ("--seed", "1")):
         assert f"{timed[0]}: tells of times" in refused(*curve, *timed)

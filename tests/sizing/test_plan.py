@@ -124,9 +124,16 @@ def test_a_deep_prompt_raises_the_servers_limits(model):
     assert "max_step_objects = " in result.stdout
 
 
-def test_the_compressor_states_that_are_read():
+def test_the_compressor_states_that_are_read(model):
     few = plan("--table", str(FILE), "--ram", "1TiB", "--compressor-states", "read").stdout
     (v4,) = [line for line in few.splitlines() if "DeepSeek-V4-Flash" in line]
+    folder = model("DeepSeek-V4-Flash")
+    planned, usual = (
+        " ".join(plan("--model", folder, *more).stdout.replace("#", "").split())
+        for more in (("--compressor-states", "read"), ())
+    )
+    assert "set compressor_states to" in planned and "21 sliding, window 4, state" in planned
+    assert "--compressor-states read plans for that" in usual
     assert "21 sliding, window 4, state" in v4 and "20 sliding, window 128, state" not in v4 and "| 19.3 KiB |" in v4
 
 
@@ -164,6 +171,8 @@ def test_the_table_of_the_documentation():
         (["--kv-dtype", "fp3"], "is no dtype of a cache"),
         (["--chunk-tokens", "100"], "not a multiple of"),
         (["--compressor-states", "none"], "--compressor-states none: should be all or read"),
+        (["--compressor-states", "read"], "--compressor-states: a model of type llama has no compressor states"),
+        (["--ram", "64"], "--ram 64: 64 bytes? Write the unit, e.g. 64GiB"),
         (["--ram", "9GiB", "--prompt", "40k"], "does not hold two prompts of 40,960 tokens"),
         (["--table", "models.json"], "give a model's folder with --model, or"),
     ],

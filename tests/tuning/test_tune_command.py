@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -203,6 +204,42 @@ def test_a_report_that_cannot_be_written_is_printed_and_changes_no_exit_code(
     assert json.loads(done.stdout)["changes"]
     again = CliRunner().invoke(app, command[command.index("tune") :])
     assert again.exit_code == 2 and again.stdout == "" and again.stderr.count("\n") == 1, "before the work"
+
+
+def test_what_a_flag_of_the_server_sets_is_said_to_be_without_effect(served: Served, tmp_path: Path) -> None:
+    tuned, report = served.file("sized.toml", GOOD + '[pool]\nsize = "1GiB"\nlink_gbps = 1.0\n'), tmp_path / "r.json"
+    command = subprocess.Popen(
+        served.command("--verify", str(tuned), "--json", str(report)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert eventually(lambda: served.status()["trial"]["on"])
+    command.send_signal(signal.SIGINT)
+    told, said = command.communicate(timeout=60)
+    assert "Without effect here: pool.size, which a flag of the server sets" in said and command.returncode == 130
+    assert json.loads(report.read_text())["overruled"] == {"pool.size": "a flag"}
+    assert max(map(len, said.splitlines())) <= 80 and "exposed ms of a step" in told, "and the figures are told as well"
+
+
+def test_a_server_that_goes_away_cuts_it_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, good, report = tmp_path / "layerflow.toml", tmp_path / "good.toml", tmp_path / "r.json"
+    path.write_text(BAD)
+    good.write_text(GOOD)
+    monkeypatch.setattr("layerflow_cli.commands.tune.PATIENCE_S", 1.0)
+    with serving(path) as server, contextlib.closing(Control(server.endpoint, engine="test")) as control:
+
+        def kill() -> None:
+            if eventually(lambda: control.status()["trial"]["changes"]):
+                os.kill(control.status()["pid"], signal.SIGKILL)
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        args = ("--verify", str(good), "--for", "60s", "--json", str(report), "--endpoint", server.endpoint)
+        done = CliRunner().invoke(app, ["tune", *args])
+        killer.join()
+    assert done.exit_code == 1 and "did not answer at the end" in done.stdout, done.output
+    assert json.loads(report.read_text())["verdict"] == "cut short"
 
 
 @pytest.mark.parametrize(

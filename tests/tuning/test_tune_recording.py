@@ -74,6 +74,16 @@ def test_a_badly_tuned_file_is_changed_in_what_is_wrong_with_it(recorded: Record
         text.startswith("# Tuned badly on purpose.") and text.count("(predicted; ± of this recording's windows)") == 1
     )
     assert recorded.file.read_text() == FILE
+    assert told["target_ms"] is None and told["reached"] is None and "change transfer.max" in done.stdout
+
+
+@pytest.mark.parametrize(("goal", "reached"), [("1s", True), ("0.001ms", False)])
+def test_whether_the_goal_is_reached_is_said(recorded: Recorded, goal: str, reached: bool) -> None:
+    args = ("tune", str(recorded.trace), "--config", str(recorded.file), "--goal", f"exposed_p99={goal}")
+    said = invoke(*args).stdout
+    assert f"is {'' if reached else 'NOT '}reached." in said, said
+    told = json.loads(invoke(*args, "--json").stdout)
+    assert told["reached"] is reached and bool(told["changes"]) is not reached
 
 
 BATCHES = ("transfer.max_transfer_bytes", "transfer.max_transfer_blocks", "transfer.max_inflight_bytes")

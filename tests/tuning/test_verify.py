@@ -169,18 +169,32 @@ def test_an_edit_of_the_file_ends_it() -> None:
     assert not report.as_before
 
 
-def test_a_server_that_is_gone_is_the_reports_reason() -> None:
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_server_that_is_gone_is_the_reports_reason(comes_back: bool) -> None:
     class Gone(Known):
         def sleep(self, seconds: float) -> None:
             super().sleep(seconds)
             if self.tuned_seconds > 12:
                 raise SessionError("the server did not answer")
 
-    server = Gone(0.010, 0.008)
+        def end(self) -> None:
+            if not comes_back:
+                raise SessionError("nor now")
+            super().end()
+
     report = Report(Goal.EXPOSED, {}, "file", "tuned")
+    verify(Gone(0.010, 0.008), TUNED, report, timing(200, None))
+    assert report.verdict is Verdict.CUT_SHORT and report.reason == "the server did not answer" and report.windows
+    assert (report.as_before, report.gone) == (comes_back, not comes_back)
+
+
+def test_of_a_server_that_never_answered_nothing_was_tried() -> None:
+    class Silent(Known):
+        def look(self) -> Look:
+            raise SessionError("the server did not answer")
+
     with pytest.raises(SessionError):
-        verify(server, TUNED, report, timing(200, None))
-    assert report.verdict is Verdict.CUT_SHORT and report.reason == "the server did not answer" and report.as_before
+        verify(Silent(0.010, 0.008), TUNED, Report(Goal.EXPOSED, {}, "file", "tuned"), timing(200, None))
 
 
 def test_another_clients_trial_is_not_as_before() -> None:

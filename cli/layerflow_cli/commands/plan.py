@@ -25,7 +25,7 @@ from layerflow_cli.machine import (
     layer_cost,
     link_cost,
 )
-from layerflow_cli.options import JsonFile, finite, refuse_foreign
+from layerflow_cli.options import JsonFile, finite, refuse_foreign, with_unit
 
 if TYPE_CHECKING:
     from layerflow.sizing import Capacity, PlannedFile, Race
@@ -89,7 +89,9 @@ def plan(
     """
     from layerflow.config.fields import parse_size  # noqa: PLC0415 - `--help` stays quick
     from layerflow.sizing import capacity_of, planned_file, race, read_config, shape_of  # noqa: PLC0415
+    from layerflow_cli.output import wrote_json  # noqa: PLC0415
 
+    with_unit("--ram", ram)
     arena_bytes, tokens = parse_size(ram), parse_size(prompt)
     if tokens < 1:
         raise ConfigError(f"--prompt {prompt}: at least one token")
@@ -116,6 +118,8 @@ def plan(
         return
     assert model is not None
     shape = shape_of(read_config(model), kv_dtype, like, **told)
+    if not shape.compressor_states:
+        refuse_foreign(context, f"a model of type {shape.model_type} has no compressor states", "compressor_states")
     capacity = capacity_of(shape, tp=tp, pp=pp, block_tokens=block_size, chunk_tokens=chunk_tokens)
     speed = link_cost(link, link_latency_us)
     file = planned_file(capacity, arena_bytes=arena_bytes, prompt_tokens=tokens, link=speed, engines=engines)
@@ -125,10 +129,7 @@ def plan(
     found = None
     if compute is not None and speed is not None:
         found = race(capacity, speed, compute, tokens, file.settings.transfer.byte_cap)
-    if json_file is not None:
-        from layerflow_cli.output import write_json  # noqa: PLC0415
-
-        write_json(json_file, _result(capacity, file, found, tokens, traffic))
+    if wrote_json(json_file, _result(capacity, file, found, tokens, traffic)):
         return
     header = list(
         _header(capacity, file, found, tokens, traffic, name=(model if model.is_dir() else model.parent).resolve().name)

@@ -6,7 +6,7 @@ import hashlib
 import math
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -160,27 +160,28 @@ def _verify(
 ) -> Report:
     from layerflow.agent.control import Control  # noqa: PLC0415 - pulls zmq in
     from layerflow.tuning.verify import Report, timing, verify  # noqa: PLC0415
-    from layerflow_cli.output import console  # noqa: PLC0415
+    from layerflow_cli.output import console, folded  # noqa: PLC0415
 
     goal, target_s = parse_goal(goal_text)
-    when = timing(seconds, window_s)
     content = _read(path)
+    when = timing(seconds, window_s)
     check_listened(endpoint)
     control = Control(endpoint, engine="tune --verify")
     screen = console(stderr=True)
     try:
-        changes = control.try_settings(content, seconds=1.0, dry=True)["changes"]
+        dry = control.try_settings(content, seconds=1.0, dry=True)
+        changes, lost = dry["changes"], dry.get("overruled", {})
+        told = f"; {_overruled(lost)}" if lost else ""
         if not changes:
-            raise ConfigError(
-                f"{path}: changes nothing of what holds on this server (its flags and environment win over a file)"
-            )
+            raise ConfigError(f"{path}: changes nothing of what holds on this server{told}")
         file = (control.status()["config"] or {}).get("sha256", "")
-        report = Report(goal, changes, file, hashlib.sha256(content).hexdigest(), target_s)
-        screen.print(
+        report = Report(goal, changes, file, hashlib.sha256(content).hexdigest(), target_s, overruled=lost)
+        for said in (
             f"{path} changes {_changes(changes)}; {when.pairs} pairs of windows of {when.window_s:g} s, Ctrl-C ends it",
-            soft_wrap=True,
-            highlight=False,
-        )
+            f"Without effect here: {_overruled(lost)}" if lost else "",
+        ):
+            for line in folded(said, _WIDTH) if said else ():
+                screen.print(line, soft_wrap=True, highlight=False)
         try:
             verify(
                 RunningServer(control),
@@ -217,14 +218,13 @@ def _read(path: Path) -> bytes:
 
 def _show(report: Report, path: Path, html: Path | None, json_file: Path | None) -> None:
     """:raises ConfigError: a file cannot be written; the figures are told all the same."""
-    from layerflow_cli.output import write_json  # noqa: PLC0415
+    from layerflow_cli.output import wrote_json  # noqa: PLC0415
     from layerflow_cli.windows_page import write_page  # noqa: PLC0415
 
     told = report.plain()
 
     def figures() -> None:
-        if json_file is not None:
-            write_json(json_file, told)
+        if wrote_json(json_file, told):
             return
         for line in _told(report, told, path):
             typer.echo(line)
@@ -253,6 +253,9 @@ def _told(report: Report, told: dict[str, Any], path: Path) -> Iterator[str]:
     yield from textwrap.wrap(f"{path}: {report.verdict.value}: {report.reason}.", _WIDTH, break_on_hyphens=False)
     if report.as_before:
         yield "The server holds its own file's settings; the file is as it was."
+    elif report.gone:
+        yield "The server did not answer at the end: it goes back to its own file's settings"
+        yield "as soon as it notices that this command has left."
 
 
 def _table(told: dict[str, Any]) -> Iterator[str]:
@@ -278,11 +281,18 @@ def _changes(changes: dict[str, Any]) -> str:
     return ", ".join(f"{key} = {' '.join(quantity(key, value)).strip()}" for key, value in changes.items())
 
 
+def _overruled(lost: Mapping[str, str]) -> str:
+    """Which keys of the file the server's flags and environment win over."""
+    return ", ".join(
+        f"{key}, which {'a flag of the server' if by == 'a flag' else by} sets" for key, by in lost.items()
+    )
+
+
 def _line(window: Window) -> str:
     return (
-        f"{window.arm.value:5} {window.seconds:6.1f} s  {window.exposed.count:6} steps with loads, exposed "
+        f"{window.arm.value:5} {window.seconds:6.1f} s {window.exposed.count:6} steps load, exposed "
         f"{_figure(window.exposed.mean_s * 1e3)} ms, p99 {_figure(window.exposed.quantile_s(0.99) * 1e3)} ms, "
-        f"failed loads {window.failed_loads}"
+        f"{window.failed_loads} fail"
     )
 
 

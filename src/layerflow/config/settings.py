@@ -502,6 +502,30 @@ def effective(path: Path | None = None, overrides: Mapping[str, Any] | None = No
     return effective_rows(Settings.load(path, overrides), origin)
 
 
+def overruled(path: Path, overrides: Mapping[str, Any], content: bytes | None = None) -> dict[str, str]:
+    """Keys of a file that flags or the environment set to another value, and which of them.
+
+    :param content: the file's bytes, where they have been read already.
+    :raises ConfigError: see :meth:`Settings.load`.
+    """
+    file, loaded = read_toml(Settings, path, content).values, Settings.load(path, overrides, content=content)
+    _, origin, _ = _gather(Settings, path, overrides, "a flag", content)
+    held = {row.key: row.value for row in effective_rows(loaded, origin)}
+    found = {}
+    for section, keys in file.items():
+        for key, value in keys.items():
+            name = f"{section}.{key}"
+            if origin[name] == str(path):
+                continue
+            try:
+                alone = effective_rows(Settings(**nested({section: {key: value}})), {})
+            except ConfigError:  # it needs others beside it, and what it says alone is not known
+                continue
+            if any(row.key == name and row.value != held[name] for row in alone):
+                found[name] = origin[name]
+    return found
+
+
 def live_changes(old: Settings, new: Settings) -> dict[str, Any]:
     """The live keys that differ, ``{"transfer.prefetch_layers": 3}``; empty if nothing does.
 

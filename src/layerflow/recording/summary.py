@@ -143,7 +143,7 @@ class _Traffic:
             "hit_tokens": self.hit_tokens,
             "steps": self.steps,
             "steps_with_spans": self.spans,
-            "batches": self.batches,
+            "granted_batches": self.batches,
             "loaded_bytes": self.loaded_bytes,
             "saved_bytes": self.saved_bytes,
             "loads_by_plan_bytes": self.planned_bytes,

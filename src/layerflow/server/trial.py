@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import anyio.to_thread
 import structlog
 
-from layerflow.config.settings import Settings, live_changes
+from layerflow.config.settings import Settings, live_changes, overruled
 from layerflow.errors import ProtocolError
 from layerflow.server.account import Refused
 from layerflow.wire.messages import MAX_TRIED_S
@@ -116,17 +116,17 @@ class Trials:
         if not message.seconds and not message.dry:
             self.end("it was asked to")
             return self.status()
-        loaded = None
+        loaded, lost = None, dict[str, str]()
         if message.content:
-            load = functools.partial(Settings.load, file.path, file.overrides, content=message.content)
-            loaded = await anyio.to_thread.run_sync(load)
+            load = functools.partial(_loaded, file, message.content)
+            loaded, lost = await anyio.to_thread.run_sync(load)
             self._refuse_another(trier)
         assert self._settings is not None
         held = self._settings
         wanted = held if loaded is None else loaded.model_copy(update={name: getattr(held, name) for name in KEPT})
         changes = live_changes(held, wanted)
         if gone() or message.dry:
-            return self.status() | {"changes": _all_shown(changes)}
+            return self.status() | {"changes": _all_shown(changes), "overruled": lost}
         file.apply(wanted)
         now = time.monotonic()
         sha256 = hashlib.sha256(message.content).hexdigest()
@@ -177,6 +177,12 @@ class Trials:
         if self.current is not None:
             self.current, self._ended = None, reason
             log.info("trial_ended", reason=reason)
+
+
+def _loaded(file: _Followed, content: bytes) -> tuple[Settings, dict[str, str]]:
+    """Settings as this server would take them from a file, and what of the file its flags and environment overrule."""
+    settings = Settings.load(file.path, file.overrides, content=content)
+    return settings, overruled(file.path, file.overrides, content)
 
 
 def _all_shown(changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,20 +4,24 @@ Each request is looked up, and then stored as a whole. So what two requests at o
 and what waits for a link counts as stored; :func:`layerflow.sim.simulation.simulate` knows better, and takes longer.
 
 Long traces are sampled by content, as SHARDS does (Waldspurger et al., "Efficient MRC construction with SHARDS", FAST
-2015): chunks whose digest falls below a share of all digests are kept, and a pool of that share of the size holds them.
-A few chunks are in every prompt, and a sample has too many or too few of them. They always hit: what a sample's
-references differ by from their share of all is added to its hits (the paper's SHARDS-adj).
+2015): one in so many chunks is kept, by a hash of it, and a pool of that share of the size holds them. Some such
+samples, without a chunk in common, tell the curve together, and by how they differ its error.
+
+A few chunks are in every prompt, and a sample has too many or too few of them. How often chunks come again is known of
+the whole trace. What a sample has too little of it is added to its hits: SHARDS-adj's correction, but without chunks
+that come once, which never hit. Where everything fits, nothing is left of the error.
 """
 
 from __future__ import annotations
 
 import bisect
+import hashlib
 import math
 import statistics
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from layerflow.config.fields import format_size
 from layerflow.errors import ConfigError
 from layerflow.keys import object_keys
 from layerflow.objects import object_bytes
@@ -27,7 +31,7 @@ from layerflow.pool.eviction import AdaptiveClock, EvictionPolicy
 from layerflow.pool.memory import MemoryPool
 from layerflow.sim.arena import SimulatedArena, SimulatedHeaders
 from layerflow.sim.kinds import refuse_kinds
-from layerflow.sim.trace import RequestTrace, TracedRequest
+from layerflow.sim.trace import RequestTrace
 from layerflow.spec import ModelSpec
 
 NEAR_BEST = 0.98
@@ -36,10 +40,11 @@ NEAR_BEST = 0.98
 LEAST_SAMPLED = 1000
 """A sample of fewer chunks says nothing."""
 
-SALTS = 4
-"""So many samples, each of other chunks, tell the error of a sampled curve."""
+SAMPLES = 8
+"""At most so many tell a sampled curve, and its error."""
 
-_CRCS = 1 << 32
+LEAST_HELD = 64
+"""A pool that holds fewer chunks of a sample is none: its eviction decides by too few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,7 @@ class CurvePoint:
     """One size.
 
     :param hit_tokens: of `tokens`.
-    :param error: standard error of the hit rate, where the trace was sampled; 0 = all of it was taken.
+    :param error: standard error of the hit rate by sampling; 0 = all of the trace was taken.
     """
 
     arena_bytes: int
@@ -77,9 +82,15 @@ def hit_curve(
     :raises ConfigError: a sample would be too thin to say anything, or the model's caches are not replayed.
     """
     refuse_kinds(spec)
+    least = least_arena(spec, sample)
+    if small := [size for size in sizes if size < least]:
+        raise ConfigError(
+            f"an arena of {format_size(min(small))} holds fewer than {LEAST_HELD} chunks of a sample of one in "
+            f"{sample}: sample less thinly"
+        )
     first = int(len(trace.requests) * skip)
     tokens = sum(request.tokens for request in trace.requests[first:])
-    samples = [_Sample(trace, first, sample, salt) for salt in range(SALTS if sample > 1 else 1)]
+    samples = _samples(trace, first, sample)
     thinnest = min(taken.chunks for taken in samples)
     if sample > 1 and thinnest < LEAST_SAMPLED:
         raise ConfigError(
@@ -92,6 +103,20 @@ def hit_curve(
         yield CurvePoint(size, round(min(tokens, max(0.0, statistics.fmean(hits)))), tokens, error)
 
 
+def most_hit(trace: RequestTrace) -> CurvePoint:
+    """What a pool that holds everything hits; its size is what nothing is said of, and 0."""
+    seen: set[bytes] = set()
+    purges, hits = list(trace.purges), 0
+    for request in trace.requests:
+        while purges and purges[0] <= request.at:
+            purges.pop(0)
+            seen.clear()
+        found = next((at for at, chunk in enumerate(request.chunks) if chunk not in seen), len(request.chunks))
+        hits += min(found * trace.block_tokens, request.tokens - 1)
+        seen.update(request.chunks)
+    return CurvePoint(0, hits, trace.tokens)
+
+
 def knee(points: Sequence[CurvePoint]) -> CurvePoint | None:
     """The smallest size that hits nearly as much as the best, see :data:`NEAR_BEST`; None where none hits."""
     best = max(point.hit_rate for point in points)
@@ -100,28 +125,62 @@ def knee(points: Sequence[CurvePoint]) -> CurvePoint | None:
     return min((point for point in points if point.hit_rate >= NEAR_BEST * best), key=lambda point: point.arena_bytes)
 
 
+def least_arena(spec: ModelSpec, sample: int) -> int:
+    """The smallest arena, in bytes, that samples of one in so many chunks tell of; 0 = the trace is not sampled."""
+    if sample == 1:
+        return 0
+    chunk = sum(
+        object_bytes(group, len(group.rules.keep(spec.chunk_tokens))) * len(spec.shard.peers()) for group in spec.groups
+    )
+    return LEAST_HELD * chunk * sample
+
+
+@dataclass(frozen=True, slots=True)
 class _Sample:
     """The chunks of each request that are looked at.
 
-    :ivar purged: the pool is emptied before the requests at these places.
-    :ivar chunks: different ones that are looked at.
-    :ivar lacking: how many references the counted requests have too few of them, to be their share of all.
+    :param requests: tokens, and chunks. :param purged: the pool is emptied before the requests at these places.
+    :param chunks: different ones that are looked at.
+    :param lacking: how often the counted requests have too few of them that come again, to be their share of all.
     """
 
-    def __init__(self, trace: RequestTrace, first: int, sample: int, salt: int) -> None:
-        self.requests = [(request.tokens, _sampled(request, sample, salt)) for request in trace.requests]
-        self.purged = {bisect.bisect_left(trace.requests, at, key=lambda request: request.at) for at in trace.purges}
-        self.chunks = len({chunk for _, chunks in self.requests for chunk in chunks})
-        self.lacking = sum(
-            len(request.chunks) / sample - len(chunks)
-            for request, (_, chunks) in zip(trace.requests[first:], self.requests[first:], strict=True)
-        )
+    requests: Sequence[tuple[int, Sequence[bytes]]]
+    purged: frozenset[int]
+    chunks: int
+    lacking: float
 
 
-def _sampled(request: TracedRequest, sample: int, salt: int) -> Sequence[bytes]:
+def _samples(trace: RequestTrace, first: int, sample: int) -> list[_Sample]:
+    """One sample of everything, or :data:`SAMPLES` of other chunks each."""
+    purged = frozenset(bisect.bisect_left(trace.requests, at, key=lambda request: request.at) for at in trace.purges)
     if sample == 1:
-        return request.chunks
-    return [chunk for chunk in request.chunks if zlib.crc32(chunk, salt) * sample < _CRCS]
+        everything = [(request.tokens, request.chunks) for request in trace.requests]
+        return [_Sample(everything, purged, len({chunk for _, chunks in everything for chunk in chunks}), 0.0)]
+    member = {chunk: _member(chunk, sample) for request in trace.requests for chunk in request.chunks}
+    again = _again([request.chunks for request in trace.requests], first) / sample
+    made = []
+    for number in range(min(SAMPLES, sample)):
+        kept = [[chunk for chunk in request.chunks if member[chunk] == number] for request in trace.requests]
+        requests = [(request.tokens, chunks) for request, chunks in zip(trace.requests, kept, strict=True)]
+        chunks = sum(each == number for each in member.values())
+        made.append(_Sample(requests, purged, chunks, again - _again(kept, first)))
+    return made
+
+
+def _member(chunk: bytes, sample: int) -> int:
+    """Which of so many samples a chunk is in. A checksum would not do: of numbered chunks it has a pattern."""
+    return int.from_bytes(hashlib.blake2b(chunk, digest_size=8).digest(), "little") % sample
+
+
+def _again(requests: Sequence[Sequence[bytes]], first: int) -> int:
+    """How often requests from number `first` on have chunks that came before."""
+    seen: set[bytes] = set()
+    found = 0
+    for number, chunks in enumerate(requests):
+        if number >= first:
+            found += len(chunks) - len(set(chunks) - seen)
+        seen.update(chunks)
+    return found
 
 
 def _replay(

@@ -251,19 +251,21 @@ class Replay:
         }
         return Settings.load(None, {**recorded, **given})
 
-    def unjudged(self, settings: Settings) -> list[str]:
+    def unjudged(self, settings: Settings) -> dict[str, tuple[Any, Any]]:
         """Keys of the pool and of transfers that differ from the recorded ones, and have no effect on a replay.
 
-        Without emulation the link is the machine's own, of which a recording with an emulated one tells nothing.
+        By key what was recorded, and what the settings say. Without emulation the link is the machine's own, of which a
+        recording with an emulated one tells nothing.
         """
         judged = JUDGED if settings.pool.link_gbps else JUDGED - _OF_EMULATED
-        return sorted(
-            f"{section}.{key}"
-            for section in ("pool", "transfer")
-            for key in type(getattr(settings, section)).model_fields
-            if getattr(getattr(settings, section), key) != getattr(getattr(self.settings, section), key)
-            and f"{section}.{key}" not in judged
-        )
+        found = {}
+        for section in ("pool", "transfer"):
+            one, other = getattr(self.settings, section), getattr(settings, section)
+            for key in sorted(type(other).model_fields):
+                was, says = getattr(one, key), getattr(other, key)
+                if was != says and f"{section}.{key}" not in judged:
+                    found[f"{section}.{key}"] = (was, says)
+        return found
 
     def under(
         self,

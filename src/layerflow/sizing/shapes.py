@@ -57,7 +57,8 @@ class Shape:
     :param layers: of the model, cached or not.
     :param pair_flops: floating-point operations of one query-key pair, summed over the layers whose queries see all
         earlier tokens. Windows, top-k selection and recurrent state are left out: they do not grow with the context.
-    :param notes: where the engine takes other dtypes than the file's own, a sentence that says so.
+    :param notes: sentences: where the engine takes other dtypes than the file's own, and what of compressor states is
+        stored.
     """
 
     model_type: str
@@ -65,6 +66,11 @@ class Shape:
     caches: tuple[Cache, ...]
     pair_flops: float
     notes: tuple[str, ...] = ()
+
+    @property
+    def compressor_states(self) -> bool:
+        """Whether there are any, as DeepSeek-V4 has."""
+        return any(cache.ratio > 1 for cache in self.caches)
 
 
 class Fields:
@@ -160,6 +166,15 @@ def read_config(path: Path) -> dict[str, Any]:
     return found
 
 
+_STORED = {
+    "all": 'All compressor states are stored, as the connector does unless its compressor_states is "read"; '
+    "--compressor-states read plans for that.",
+    "read": 'Of compressor states those are stored that a hit reads: set compressor_states to "read" in the '
+    "connector's kv_connector_extra_config.",
+}
+"""What of compressor states is stored, by the connector's setting."""
+
+
 def shape_of(
     config: Mapping[str, Any],
     kv_dtype: str = "auto",
@@ -179,7 +194,7 @@ def shape_of(
     :param compressor_states: the connector's setting: ``"all"``, or ``"read"``.
     :raises ConfigError: the model is not known, or fields that decide its cache are missing: a sentence says which.
     """
-    if compressor_states not in ("all", "read"):
+    if compressor_states not in _STORED:
         raise ConfigError(f"--compressor-states {compressor_states}: should be all or read")
     text = next((dict(config[name]) for name in _NESTED if isinstance(config.get(name), dict)), dict(config))
     given = {**{key: config[key] for key in ("torch_dtype", "dtype") if key in config}, **text}
@@ -203,7 +218,10 @@ def shape_of(
             f"config.json of model_type {named!r} does not say {', '.join(dict.fromkeys(fields.missing))}: without "
             "that the size of its cache is not known"
         )
-    return Shape(named, layers, tuple(cache for cache in caches if cache.layers), pair_flops, tuple(notes))
+    shape = Shape(named, layers, tuple(cache for cache in caches if cache.layers), pair_flops)
+    if shape.compressor_states:
+        notes.append(_STORED[compressor_states])
+    return replace(shape, notes=tuple(notes))
 
 
 def model_of(

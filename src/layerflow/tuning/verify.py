@@ -170,6 +170,8 @@ class Report:
     :param changes: the keys that differ from the file's, and what was tried.
     :param target_s: what :attr:`Goal.EXPOSED_P99` is to reach; None = anything better will do.
     :param as_before: when it had ended, the server held its file's settings, and the file was what it had been.
+    :param gone: the server did not answer then.
+    :param overruled: keys of the tuned file that the server's flags or environment set otherwise, and which of them.
     """
 
     goal: Goal
@@ -181,6 +183,8 @@ class Report:
     verdict: Verdict = Verdict.CUT_SHORT
     reason: str = "it was interrupted"
     as_before: bool = False
+    gone: bool = False
+    overruled: Mapping[str, str] = field(default_factory=dict)
 
     def together(self, arm: Arm) -> Window:
         """All windows of one, as one."""
@@ -279,6 +283,7 @@ class Report:
             "goal": self.goal.value,
             "target_ms": None if self.target_s is None else self.target_s * 1e3,
             "changes": dict(self.changes),
+            "overruled": dict(self.overruled),
             "file_sha256": self.file,
             "tuned_sha256": self.tuned,
             "as_before": self.as_before,
@@ -393,12 +398,15 @@ def verify(
     In every second pair the tuned settings come first, so that a load that grows favours neither. The file's come
     first of all, so that there is something to compare with.
 
+    A server that goes away, or refuses to go on, cuts it short; where it does not answer, it puts the file's settings
+    in force by itself.
+
     :param content: of the tuned file.
     :param tell: told of each window that is over.
-    :raises LayerflowError: the server does not answer; it puts the file's settings in force by itself.
+    :raises LayerflowError: the server does not answer at all, and nothing was tried.
     """
+    run = _Run(report, when, server.look())
     try:
-        run = _Run(report, when, server.look())
         for pair in range(when.pairs):
             for arm in (Arm.FILE, Arm.TUNED) if pair % 2 == 0 else (Arm.TUNED, Arm.FILE):
                 window, why = _window(server, arm, content if arm is Arm.TUNED else b"", run)
@@ -412,10 +420,17 @@ def verify(
         report.verdict, report.reason = Verdict.CUT_SHORT, str(cut)
     except LayerflowError as error:
         report.verdict, report.reason = Verdict.CUT_SHORT, str(error)
-        raise
     finally:
+        _end(server, report)
+
+
+def _end(server: Tried, report: Report) -> None:
+    try:
         server.end()
         last = server.look()
+    except LayerflowError:
+        report.gone = True
+    else:
         report.as_before = not last.trial and last.file == report.file
 
 
