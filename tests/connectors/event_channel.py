@@ -33,7 +33,11 @@ class Channel:
 
     def events(self) -> list[dict[str, Any]]:
         """All events, oldest first."""
-        found: list[dict[str, Any]] = []
+        return [event for batch in self.batches() for event in msgspec.msgpack.decode(batch)[1]]
+
+    def batches(self) -> list[bytes]:
+        """All that was published, as it came over the socket, oldest first."""
+        found: list[bytes] = []
         with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
             dealer.setsockopt(zmq.LINGER, 0)
             dealer.connect(self._replay)
@@ -43,7 +47,7 @@ class Channel:
                 *_, number, batch = dealer.recv_multipart()
                 if number == THE_END:
                     return found
-                found += msgspec.msgpack.decode(batch)[1]
+                found.append(batch)
 
     def believed(self, *, mediums: Sequence[str] = ()) -> dict[Place, dict[Any, tuple[Any, list[int]]]]:
         """What a router knows that has heard all of it.
@@ -91,13 +95,18 @@ def believed(events: Sequence[dict[str, Any]], mediums: Sequence[str]) -> dict[P
 
 
 def prefixes(known: dict[Place, dict[Any, tuple[Any, list[int]]]]) -> Prefixes:
-    """The tokens of each block that a router knows, with all before it."""
+    """The tokens of each block that a router knows, with all before it, which may lie in another medium."""
+    groups: dict[int, dict[Any, tuple[Any, list[int]]]] = {}
+    for (group, _), blocks in known.items():
+        groups.setdefault(group, {}).update(blocks)
 
     def whole(blocks: dict[Any, tuple[Any, list[int]]], block: Any) -> list[int]:
         parent, tokens = blocks[block]
         return (whole(blocks, parent) if parent is not None else []) + tokens
 
-    return {place: {tuple(whole(blocks, block)) for block in blocks} for place, blocks in known.items() if blocks}
+    return {
+        place: {tuple(whole(groups[place[0]], block)) for block in blocks} for place, blocks in known.items() if blocks
+    }
 
 
 def sizes(found: Prefixes) -> dict[Place, list[int]]:

@@ -183,6 +183,16 @@ def is_loading(status: dict[str, Any]) -> bool:
     return bool(status["flow"]["steps"] and status["pool"]["pinned"])
 
 
+def writes(status: dict[str, Any]) -> bool:
+    """Is the disk there? What is saved before is not written to it."""
+    return bool(status["tier"]["up"])
+
+
+def is_written(status: dict[str, Any]) -> bool:
+    """Is all that is stored on the disk?"""
+    return bool(status["tier"]["written_objects"]) and not status["tier"]["backlog_bytes"]
+
+
 def assert_never_wrong(answer: Answer, wanted: tuple[int, ...]) -> None:
     """Right tokens, or an error with its reason."""
     if answer.served:

@@ -21,7 +21,7 @@ import pytest
 import zmq
 from connectors.event_channel import ANSWER_MS, Channel, Prefixes, believed, prefixes
 from engines import Engine, Shape
-from servers import A, Servers, pages, prompt
+from servers import A, Servers, is_written, pages, prompt, writes
 from sglang.srt.disaggregation.kv_events import EventPublisherFactory
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler_components.kv_events_publisher import SchedulerKvEventsPublisher
@@ -304,3 +304,35 @@ def test_what_has_gone_is_taken_back(pair: list[Engine], servers: Servers, chann
     channels[0].wait(whole_pages(second))
     servers.stop_serving()
     channels[0].wait({})
+
+
+def test_two_ranks_tell_once_and_what_is_on_the_disk_is_told(
+    servers: Servers, channels: list[Channel], shapes: list[Shape], tmp_path: Path
+) -> None:
+    """By SGLang's publisher of two ranks, and by a server of one. The pool is started anew with its disk alone."""
+    on_disk = {"pool__disk__path": tmp_path / "pool", "pool__disk__capacity": "1GiB"}
+    servers.end(shapes[0])
+    servers.stop_serving()
+    servers.serve(**on_disk)
+    servers.until(writes)
+    two, one = servers.start(dataclasses.replace(shapes[0], name="events-tp2", tp=2), shapes[1])
+    first, second = prompt(10 * PAGE), prompt(6 * PAGE)
+    for stored in (first, second):
+        servers.store(two, stored)
+    for channel in channels:
+        channel.wait(whole_pages(first, second))  # which a block told by each rank would fail
+    servers.until(is_written)
+    servers.stop_serving()
+    for channel in channels:
+        channel.wait({})
+    servers.serve(**on_disk)
+    servers.attached(two, one)
+    for channel in channels:
+        channel.wait({(0, "DISK"): whole_pages(first, second)[0, "CPU_PINNED"]})
+    one.flush()
+    loaded = pages(one, len(first))
+    assert one.generate(first).host == loaded
+    for channel in channels:  # the last page was not asked for
+        left = whole_pages(second)[0, "CPU_PINNED"] | {tuple(first)}
+        channel.wait(whole_pages(first[:loaded]) | {(0, "DISK"): left})
+    servers.end(two.shape)

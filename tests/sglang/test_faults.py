@@ -8,12 +8,11 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from engines import EXPECTED, LOAD_TIMEOUT_S, Answer, Engine, EngineFailed
 from models import PROMPT
-from servers import SLOW, A, B, Servers, assert_never_wrong, is_loading, pages, prompt
+from servers import SLOW, A, B, Servers, assert_never_wrong, is_loading, is_written, pages, prompt, writes
 
 PATIENCE_S = LOAD_TIMEOUT_S + 20.0
 """An answer may take its load's deadline, and what a busy machine needs for a prompt and its lookups."""
@@ -207,16 +206,6 @@ def ask_over(fault: str, engine: Engine, asked: list[int], servers: Servers, *, 
         answer = engine.generate(asked)
     assert answer.took_s < PATIENCE_S
     return answer
-
-
-def writes(status: dict[str, Any]) -> bool:
-    """Is the disk there? What is saved before is not written to it."""
-    return bool(status["tier"]["up"])
-
-
-def is_written(status: dict[str, Any]) -> bool:
-    """Is all that is stored on the disk?"""
-    return bool(status["tier"]["written_objects"]) and not status["tier"]["backlog_bytes"]
 
 
 def goes_on(fault: str, a: Engine, b: Engine, servers: Servers, settings: dict[str, object]) -> None:

@@ -5,16 +5,20 @@ A CPU's attention has no context parallelism, so no model runs here; see :mod:`s
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from connectors.event_channel import Channel
 from engines import VERSION
 
+from layerflow.agent import Control
 from layerflow.boxes import worker_box
 from layerflow.boxes.box import replica_of
 from layerflow.connectors.vllm.context import ContextParallel
@@ -25,7 +29,11 @@ if VERSION < (0, 32):
     pytest.skip("context parallelism of this vLLM is refused", allow_module_level=True)
 import torch
 from spread import BLOCK, LAYERS, Rank, Running, SpreadEngine, parallel_groups, second_slots
+from vllm.config import KVEventsConfig
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.request import Request
 
 Serve = Callable[..., ServerProcess]
 
@@ -91,6 +99,29 @@ def test_other_sizes_find_nothing_and_other_tensor_sizes_all(serve: Serve) -> No
             assert engine.serve(asked) == [hit], sizes
             engine.serve(asked)
             assert engine.wrong == 0, sizes
+
+
+@pytest.mark.parametrize("sizes", [{"tensor": 2, "decode": 2}, {"tensor": 1, "prefill": 2, "decode": 2}], ids=str)
+def test_routers_are_told_blocks_of_all_parts(sizes: dict[str, Any], serve: Serve, tmp_path: Path) -> None:
+    """Once for all ranks, in vLLM's own blocks and hashes; an engine of another tensor size tells the same."""
+    server, asked, block = serve(), tokens(600, 1), 2 * BLOCK
+    channels = [Channel(tmp_path, name, ("CPU", "STORAGE")) for name in ("one", "two")]
+    told = [KVEventsConfig(enable_kv_cache_events=True, **channel.config) for channel in channels]
+    wanted = {(0, "CPU"): {tuple(asked[:end]) for end in range(block, 601, block)}}
+    common: dict[str, Any] = {"extra": {"mode": "layerwise"}}
+    with SpreadEngine(server.endpoint, **sizes, **common, kv_events_config=told[0]) as engine:
+        engine.serve(asked, answer=1)
+        channels[0].wait(wanted)
+        own = Request("own", asked, SamplingParams(), None, block_hasher=engine.core.request_block_hasher)
+        hashes = {kv_cache_utils.maybe_convert_block_hash(each) for each in own.block_hashes}
+        assert set(channels[0].believed()[0, "CPU"]) == hashes and len(hashes) == 600 // block
+        with SpreadEngine(server.endpoint, tensor=4, decode=2, **common, kv_events_config=told[1]) as other:
+            channels[1].wait(wanted)
+            assert other.serve(asked, answer=1) == [599 // 2 * 2] and other.wrong == 0
+            with contextlib.closing(Control(server.endpoint)) as control:
+                control.purge()
+            for channel in channels:
+                channel.wait({})
 
 
 @pytest.mark.parametrize("interleave", [1, 4, BLOCK])

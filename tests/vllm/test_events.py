@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from comparison import prompt, settled
+from comparison import prompt, settled, until
 from connectors.event_channel import Channel, Prefixes
 from engines import Engine, connector
-from vllm.distributed.kv_events import EventPublisherFactory
+from vllm.distributed.kv_events import EventPublisherFactory, KVEventBatch
 from vllm.v1.core import kv_cache_utils
 
 from layerflow.agent import Control
@@ -58,6 +58,8 @@ def test_what_is_told_is_vllms_own_blocks(serve: Serve, vllm: Start, tmp_path: P
     first = prompt(1, 3 * CHUNK + 40)
     assert serve_whole(engine, server, first) == 0
     channel.wait(blocks_of(first))
+    typed = msgspec.msgpack.Decoder(type=KVEventBatch)  # as vLLM's own subscribers read them
+    assert all(typed.decode(batch).events for batch in channel.batches())
     own = [event for event in channel.events() if event["type"] == "BlockStored" and event.get("medium") == "GPU"]
     assert set(channel.believed()[0, "CPU"]) <= {block for event in own for block in event["block_hashes"]}
     # A hit that stores something behind what it found; the prompts diverge inside of a chunk.
@@ -84,6 +86,32 @@ def test_an_engine_that_attaches_tells_what_is_there_and_each_tells_of_the_other
         control.purge()
     for channel in channels:
         channel.wait({})
+
+
+def test_what_is_on_the_disk_is_told(serve: Serve, vllm: Start, tmp_path: Path) -> None:
+    """By each engine, also when the pool has been started anew with its disk alone; what a hit fetches moves."""
+    server = serve(pool__disk__path=tmp_path / "pool", pool__disk__capacity="1GiB")
+    until(server, lambda status: status["tier"]["up"])
+    channels = [VllmChannel(tmp_path, name) for name in ("one", "two")]
+    config = connector(server.endpoint, mode="layerwise", chunk_tokens=CHUNK)
+    one, two = (vllm("llama", kv_transfer_config=config, kv_events_config=channel.config) for channel in channels)
+    first, second = prompt(1, 2 * CHUNK + 1), prompt(2, 2 * CHUNK + 1)
+    for asked in (first, second):
+        serve_whole(one, server, asked)
+    for channel in channels:
+        channel.wait(blocks_of(first, second))
+    until(server, lambda status: status["tier"]["written_objects"] and not status["tier"]["backlog_bytes"])
+    server.kill()
+    for channel in channels:
+        channel.wait({})
+    server.restart()
+    for channel in channels:
+        channel.wait({(0, "STORAGE"): blocks_of(first, second)[0, "CPU"]})
+    two.one(prompt(3, 20))  # a vLLM that looks up finds out that the server before is gone
+    until(server, lambda status: {session["memory"] for session in status["sessions"]} == {True, False})
+    assert serve_whole(two, server, first) == 2 * CHUNK
+    for channel in channels:
+        channel.wait(blocks_of(first) | {(0, "STORAGE"): blocks_of(second)[0, "CPU"]})
 
 
 def test_forgetting_the_pool_is_told(serve: Serve, vllm: Start, tmp_path: Path) -> None:

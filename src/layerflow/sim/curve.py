@@ -156,15 +156,24 @@ def _samples(trace: RequestTrace, first: int, sample: int) -> list[_Sample]:
     if sample == 1:
         everything = [(request.tokens, request.chunks) for request in trace.requests]
         return [_Sample(everything, purged, len({chunk for _, chunks in everything for chunk in chunks}), 0.0)]
-    member = {chunk: _member(chunk, sample) for request in trace.requests for chunk in request.chunks}
+    count = min(SAMPLES, sample)
+    kept: list[list[list[bytes]]] = [[] for _ in range(count)]
+    for request in trace.requests:
+        for of in kept:
+            of.append([])
+        for chunk in request.chunks:
+            if (number := _member(chunk, sample)) < count:
+                kept[number][-1].append(chunk)
     again = _again([request.chunks for request in trace.requests], first) / sample
-    made = []
-    for number in range(min(SAMPLES, sample)):
-        kept = [[chunk for chunk in request.chunks if member[chunk] == number] for request in trace.requests]
-        requests = [(request.tokens, chunks) for request, chunks in zip(trace.requests, kept, strict=True)]
-        chunks = sum(each == number for each in member.values())
-        made.append(_Sample(requests, purged, chunks, again - _again(kept, first)))
-    return made
+    return [
+        _Sample(
+            [(request.tokens, chunks) for request, chunks in zip(trace.requests, of, strict=True)],
+            purged,
+            len({chunk for chunks in of for chunk in chunks}),
+            again - _again(of, first),
+        )
+        for of in kept
+    ]
 
 
 def _member(chunk: bytes, sample: int) -> int:
