@@ -171,16 +171,14 @@ def _verify(
     try:
         dry = control.try_settings(content, seconds=1.0, dry=True)
         changes, lost = dry["changes"], dry.get("overruled", {})
-        told = f"; {_overruled(lost)}" if lost else ""
+        without = f"without effect here: {_overruled(lost)}" if lost else ""
         if not changes:
-            raise ConfigError(f"{path}: changes nothing of what holds on this server{told}")
+            raise ConfigError(f"{path}: changes nothing of what holds on this server{without and '; ' + without}")
         file = (control.status()["config"] or {}).get("sha256", "")
         report = Report(goal, changes, file, hashlib.sha256(content).hexdigest(), target_s, overruled=lost)
-        for said in (
-            f"{path} changes {_changes(changes)}; {when.pairs} pairs of windows of {when.window_s:g} s, Ctrl-C ends it",
-            f"Without effect here: {_overruled(lost)}" if lost else "",
-        ):
-            for line in folded(said, _WIDTH) if said else ():
+        windows = f"{when.pairs} pairs of windows of {when.window_s:g} s, Ctrl-C ends it"
+        for said in filter(None, (f"{path} changes {_changes(changes)}; {windows}", without)):
+            for line in folded(said, _WIDTH):
                 screen.print(line, soft_wrap=True, highlight=False)
         try:
             verify(
