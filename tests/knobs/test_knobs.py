@@ -18,6 +18,10 @@ from knobs.table import AXES, KNOBS, LINK, NOT_ABOUT_TRANSFERS, PLACES, Combinat
 from layerflow.config.settings import Settings, reference
 from layerflow.server import EmbeddedServer
 
+PATIENT_MS = 60_000
+DEADLINES = ("transfer.step_timeout_ms", "transfer.save_timeout_ms", "pool.fetch_timeout_ms", "pool.host_timeout_ms")
+"""Never shorter here: what a busy machine takes, for a page a message say, is no finding."""
+
 
 def pairs() -> list[Combination]:
     return [dict(zip(AXES, row, strict=True)) for row in AllPairs(list(AXES.values()), filter_func=fits)]
@@ -35,7 +39,8 @@ def passage(combination: Combination, folder: Path) -> Iterator[tuple[Passage, E
     worker.
     """
     chosen = {key: value for key, value in combination.items() if key in KNOBS}
-    chosen |= {"pool.size": "8MiB", "log.level": "error"}
+    chosen |= {"pool.size": "8MiB", "log.level": "error", "server.liveness_ms": PATIENT_MS}
+    chosen |= {key: max(int(combination.get(key, 0)), PATIENT_MS) for key in DEADLINES}
     if combination["source"] == "tier":
         chosen["pool.disk.path"] = str(folder)
     direct = combination["source"] == "direct"
@@ -127,9 +132,6 @@ def test_the_least_that_is_allowed(way: str, shape: str, source: str, tmp_path: 
         "transfer.max_transfer_blocks": 1,
         "transfer.max_transfer_bytes": "4KiB",
         "transfer.max_inflight_bytes": "8KiB",
-        # A page a message: what a busy machine takes for it is no finding.
-        "transfer.step_timeout_ms": 60_000,
-        "transfer.save_timeout_ms": 60_000,
     }
     with passage({"way": way, "shape": shape, "source": source, **least}, tmp_path) as (run, server):
         loaded = run.load(run.save(), way)

@@ -79,7 +79,7 @@ def test_a_scan_does_not_push_out_what_is_used():
 
 
 def test_a_sample_says_how_far_off_it_may_be():
-    trace = conversations(7, count=3000)
+    trace = conversations(7, count=2500)
     sizes = [arena_of(blocks) for blocks in (800, 4000)]
     whole, sampled = list(hit_curve(trace, SPEC, sizes)), list(hit_curve(trace, SPEC, sizes, sample=8))
     for true, told in zip(whole, sampled, strict=True):
@@ -96,8 +96,8 @@ def test_where_everything_fits_a_sample_is_exact():
 def test_the_error_of_samples_is_what_they_are_off_by():
     """Over many traces the distances from the truth, each in its own standard errors, are about 1."""
     off = []
-    for seed in range(5):
-        trace = conversations(seed, count=3000)
+    for seed in range(4):
+        trace = conversations(seed, count=2500)
         [whole], [sampled] = (hit_curve(trace, SPEC, [arena_of(800)], sample=sample) for sample in (1, 8))
         off.append((sampled.hit_rate - whole.hit_rate) / sampled.error)
     assert 0.3 < statistics.stdev(off) < 2.0 and abs(statistics.fmean(off)) < 1.0, off
