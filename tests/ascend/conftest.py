@@ -8,13 +8,15 @@ from functools import cached_property
 from pathlib import Path
 
 import pytest
-from ascend import BLOCK, AscendEngine, ascend_store
+from ascend import BLOCK, PER_MODEL, AscendEngine, ascend_store
+from comparison import Right
 from engines import close, connector
+from scenario import Prompt
 
 from layerflow_cli.bench.harness import ServerProcess
 
-MODELS = ("llama", "gemma3")
-BLOCKS = {"llama": 14, "gemma3": 40}
+MODELS = ("llama", "gemma3", "mla")
+BLOCKS = {"llama": 14, "gemma3": 40, "mla": 14}
 """Of a cache for a few requests, so that several at once preempt each other."""
 # 4 KiB a token over 10 MB/s: a prompt of 300 tokens takes 0.1 s, and kills hit transfers under way.
 SERVER = {"pool.size": "256MiB", "pool.link_gbps": 0.01, "transfer.max_transfer_bytes": "64KiB"}
@@ -48,8 +50,17 @@ class Rig:
         """Without a connector: what tokens must be."""
         return self._start("plain", None)
 
+    def right(self, *prompts: Prompt, max_tokens: int) -> Right:
+        """What the answers to prompts must be."""
+        return Right.of(self.plain, prompts, max_tokens, rounds=self.rounds)
+
+    @property
+    def rounds(self) -> bool:
+        """It computes in bfloat16."""
+        return PER_MODEL.get(self.model, {}).get("dtype") == "bfloat16"
+
     def _start(self, name: str, transfer: dict[str, object] | None) -> AscendEngine:
-        given = {"kv_transfer_config": transfer} if transfer else {}
+        given = PER_MODEL.get(self.model, {}) | ({"kv_transfer_config": transfer} if transfer else {})
         log = self.logs / f"{self.model}-{name}.log"
         return AscendEngine(self.model, log, num_gpu_blocks_override=BLOCKS[self.model], **given)
 

@@ -111,8 +111,7 @@ class HostArithmetic(TorchDispatchMode):
             return func(*args, **kwargs)
         name, plain = func.name(), func._schema.name
         if plain in STAND_INS:
-            made = STAND_INS[plain](*_each(on_host, args), **_each(on_host, kwargs))
-            return _each(lambda value: _on_npu(value, given[0].device), made)
+            return self._stand_in(STAND_INS[plain], args, kwargs, given[0].device)
         if name in _OWN or (func.is_view and plain not in _COPY_IF_NEEDED):
             return func(*args, **kwargs)
         if plain in IN_PYTHON:
@@ -121,6 +120,20 @@ class HostArithmetic(TorchDispatchMode):
         if not plain.startswith(("aten::", "prims::")):
             raise NotImplementedError(f"nothing computes this operator on the host: {func._schema}")
         return self._compute(func, args, kwargs, given, wanted)
+
+    def _stand_in(self, function: Callable[..., Any], args: Any, kwargs: Any, device: torch.device) -> Any:
+        """What is written in place and returned is the tensor that was given."""
+        lent: list[tuple[Any, Any]] = []
+
+        def lend(value: Any) -> Any:
+            lent.append((on_host(value), value))
+            return lent[-1][0]
+
+        def returned(value: Any) -> Any:
+            return next((given for here, given in lent if here is value), None)
+
+        made = function(*_each(lend, args), **_each(lend, kwargs))
+        return _each(lambda value: _on_npu(value, device) if returned(value) is None else returned(value), made)
 
     def _compute(self, func: Any, args: Any, kwargs: Any, given: list[Any], wanted: torch.device | None) -> Any:
         """An operator of torch's own, by torch's own kernel for CPUs."""

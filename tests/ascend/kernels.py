@@ -1,4 +1,4 @@
-"""What npu kernels compute, in torch: as much as dense and sliding-window attention models need.
+"""What npu kernels compute, in torch: as much as models of dense, sliding-window and latent attention (MLA) need.
 
 Signatures are those of torch_npu's operators. Sums are float32, as the kernels'.
 """
@@ -116,10 +116,93 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
     scatter_to_cache(key, value, key_cache, value_cache, slot_indices)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool, window: int | None) -> Tensor:
+@stands_in("npu::npu_interleave_rope")
+def interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Pairs lie side by side in `x`, and in halves in what is returned."""
+    halves = torch.cat((x[..., ::2], x[..., 1::2]), -1).float()
+    return _rotate(halves, cos.float(), sin.float(), "half").to(x.dtype)
+
+
+@stands_in("npu::npu_kv_rmsnorm_rope_cache")
+def latent_to_cache(
+    kv: Tensor,
+    gamma: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    index: Tensor,
+    k_cache: Tensor,
+    ckv_cache: Tensor,
+    *,
+    epsilon: float = 1e-5,
+    cache_mode: str = "Norm",
+    is_output_kv: bool = False,
+    **more: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A latent and its rotary part, ``[tokens, 1, 1, both]``: the one normed, the other turned, to a row of each cache.
+
+    :returns: the caches, then the rotary parts and the latents if they are asked for.
+    """
+    if cache_mode != "PA" or kv.shape[1:3] != (1, 1) or any(each is not None for each in more.values()):
+        raise NotImplementedError(f"a latent {tuple(kv.shape)} to a cache of mode {cache_mode!r}, with {set(more)}")
+    latent, rotary = kv.split((len(gamma), kv.shape[-1] - len(gamma)), -1)
+    latent, rotary = rms_norm(latent, gamma, epsilon)[0], interleave_rope(rotary, cos, sin)
+    scatter_to_cache(latent[:, 0], rotary[:, 0], ckv_cache, k_cache, index)
+    made = (rotary, latent) if is_output_kv else (kv.new_empty(0), kv.new_empty(0))
+    return k_cache, ckv_cache, *made
+
+
+@stands_in("npu::npu_gather_pa_kv_cache")
+def gather_from_cache(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    seq_offset: Tensor | None = None,
+    is_seq_lens_cumsum: bool = False,
+) -> None:
+    """Rows of each request from its offset on, one request behind the other."""
+    if is_seq_lens_cumsum:
+        raise NotImplementedError("lengths as sums")
+    size, done = key_cache.shape[1], 0
+    for request, count in enumerate(seq_lens.tolist()):
+        at = torch.arange(count) + (0 if seq_offset is None else int(seq_offset[request]))
+        blocks, rows = block_tables[request, at // size].long(), at % size
+        for made, cache in ((key, key_cache), (value, value_cache)):
+            made[done : done + count] = cache[blocks, rows]
+        done += count
+
+
+@stands_in("npu::npu_transpose_batchmatmul")
+def transpose_batchmatmul(
+    input: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    perm_x1: Any = None,
+    perm_x2: Any = None,
+    perm_y: Any = None,
+    batch_split_factor: int | None = 1,
+) -> Tensor:
+    if bias is not None or scale is not None or batch_split_factor != 1:
+        raise NotImplementedError("a product that is shifted, scaled or split")
+    left, right = (
+        each.float().permute(*perm) if perm else each.float() for each, perm in ((input, perm_x1), (weight, perm_x2))
+    )
+    made = torch.bmm(left, right).to(input.dtype)
+    return made.permute(*perm_y).contiguous() if perm_y else made
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool, window: int | None
+) -> tuple[Tensor, Tensor]:
     """Softmax attention of ``[queries, heads, size]`` over ``[keys, KV heads, size]``; the last of both is one token.
 
     :param window: how many keys a query sees, its own included.
+    :returns: and the logarithm of what each softmax was divided by, ``[queries, heads]``.
     """
     if window is not None:  # what no query sees is not there, whatever its memory holds
         seen = max(0, len(key) - len(query) - window + 1)
@@ -132,7 +215,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: boo
         scores = scores.masked_fill(back < 0, -torch.inf)
     if window is not None:
         scores = scores.masked_fill(back >= window, -torch.inf)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value), scores.logsumexp(-1).T
 
 
 @stands_in("npu::npu_fused_infer_attention_score")
@@ -153,14 +236,24 @@ def fused_infer_attention(
     num_key_value_heads: int = 0,
     sparse_mode: int = 0,
     block_size: int = 0,
+    query_rope: Tensor | None = None,
+    key_rope: Any = None,
+    softmax_lse_flag: bool = False,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Layout TND; ends of the requests' queries; lengths of paged keys, or ends of those that are not."""
+    """Layout TND; ends of the requests' queries; lengths of paged keys, or ends of those that are not.
+
+    Rotary parts are more of queries and keys. A query that has no key to see gets 0, and infinity for its logarithm.
+    """
     unknown = {name for name, each in more.items() if isinstance(each, Tensor) or each not in (None, 0, False)}
     if input_layout != "TND" or sparse_mode not in (0, *CAUSAL, BAND) or unknown - {"inner_precise"}:
         raise NotImplementedError(f"attention in layout {input_layout}, sparse_mode {sparse_mode}, with {unknown}")
     heads = num_key_value_heads or num_heads
-    made, start, key_start = torch.zeros_like(query), 0, 0
+    if query_rope is not None:
+        query, key = torch.cat((query, query_rope), -1), torch.cat((key, key_rope), -1)
+    size = value[0].numel() // heads // (1 if block_table is None else block_size)
+    made, start, key_start = query.new_zeros(*query.shape[:2], size), 0, 0
+    logarithms = torch.full((*query.shape[:2], 1), torch.inf)
     for request, end in enumerate(int(each) for each in actual_seq_lengths):
         count = int(actual_seq_lengths_kv[request])
         if block_table is None:
@@ -168,12 +261,67 @@ def fused_infer_attention(
         else:
             blocks = block_table[request, : -(-count // block_size)].long()
             keys, values = (each[blocks].reshape(len(blocks) * block_size, heads, -1)[:count] for each in (key, value))
-        if end > start:
+        if end > start and len(keys):
             window = pre_tokens if sparse_mode == BAND else None
-            attended = _attend(query[start:end], keys, values, scale, sparse_mode in (*CAUSAL, BAND), window)
+            causal = sparse_mode in (*CAUSAL, BAND)
+            attended, logarithms[start:end, :, 0] = _attend(query[start:end], keys, values, scale, causal, window)
             made[start:end] = attended.to(query.dtype)
         start = end
-    return made, torch.zeros(1)
+    return made, logarithms if softmax_lse_flag else torch.zeros(1)
+
+
+@stands_in("npu::npu_fused_infer_attention_score_v2")
+def fused_infer_attention_v2(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    query_rope: Tensor,
+    key_rope: Tensor,
+    atten_mask: Tensor | None = None,
+    actual_seq_qlen: Any = None,
+    actual_seq_kvlen: Any = None,
+    block_table: Tensor,
+    num_query_heads: int = 1,
+    num_key_value_heads: int = 0,
+    softmax_scale: float = 1.0,
+    input_layout: str = "BSH",
+    sparse_mode: int = 0,
+    block_size: int = 0,
+    **more: Any,
+) -> tuple[Tensor, Tensor]:
+    """One query a request, of latent size, over paged latents; layout BNSD, and NBSD of what is returned."""
+    unknown = {name for name, each in more.items() if isinstance(each, Tensor) or each not in (None, 0, False)}
+    unknown |= {"actual_seq_qlen"} if actual_seq_qlen is not None else set()
+    if (input_layout, query.shape[2], key.shape[1], sparse_mode) != ("BNSD_NBSD", 1, 1, 0) or unknown:
+        raise NotImplementedError(f"attention {tuple(query.shape)} in layout {input_layout}, with {unknown}")
+    made, _ = fused_infer_attention(
+        query[:, :, 0],
+        key[:, 0],
+        value[:, 0],
+        query_rope=query_rope[:, :, 0],
+        key_rope=key_rope[:, 0],
+        actual_seq_lengths=range(1, len(query) + 1),
+        actual_seq_lengths_kv=actual_seq_kvlen,
+        block_table=block_table,
+        num_heads=num_query_heads,
+        num_key_value_heads=num_key_value_heads,
+        scale=softmax_scale,
+        input_layout="TND",
+        block_size=block_size,
+    )
+    return made.transpose(0, 1)[:, :, None].contiguous(), torch.zeros(1)
+
+
+@stands_in("npu::npu_attention_update")
+def attention_update(lse: list[Tensor], local_out: list[Tensor], update_type: int) -> tuple[Tensor, Tensor]:
+    """Attention over all keys, of attentions over parts of them, with the logarithms of what each was divided by."""
+    if update_type:
+        raise NotImplementedError("logarithms of attention over all keys")
+    parts = torch.stack([each.float() for each in lse])
+    shares = parts.masked_fill(parts == torch.inf, -torch.inf).softmax(0)
+    made = (torch.stack([each.float() for each in local_out]) * shares[..., None]).sum(0)
+    return made.to(local_out[0].dtype), torch.zeros(1)
 
 
 @stands_in("atb::_npu_paged_attention")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from ascend import BLOCK, Hooks
 from comparison import expected_hit, prompt, settled
@@ -20,18 +22,27 @@ def prompts(seed: int) -> list[tuple[Prompt, ...]]:
     return [*((each,) for each in alone), together]
 
 
+def asks_for_no_layer(rig: Rig, asked: Sequence[Prompt], hits: Sequence[int]) -> bool:
+    """So does vLLM-Ascend's latent attention in a pass that computes one token of each request."""
+    return rig.model == "mla" and all(len(each) - hit == 1 for each, hit in zip(asked, hits, strict=True))
+
+
 def serve(rig: Rig, *asked: Prompt) -> tuple[list[int], list[int]]:
     """Serve prompts with all three engines; the caches of two hold nothing.
 
+    AscendStoreConnector loads a layer when it is awaited, so with latent attention it may compute on what it never
+    loaded, see :func:`asks_for_no_layer`. All other tokens must be right.
+
     :returns: how many tokens of each prompt layerflow has found, and AscendStoreConnector.
     """
-    wanted = [answer.tokens for answer in rig.plain.generate(*asked, max_tokens=MAX_TOKENS)]
+    right = rig.right(*asked, max_tokens=MAX_TOKENS)
     hits = []
     for engine in (rig.ours, rig.theirs):
         engine.wipe()
         answers = engine.generate(*asked, max_tokens=MAX_TOKENS)
-        assert [answer.tokens for answer in answers] == wanted
         hits.append([answer.cached for answer in answers])
+        spoilt = engine is rig.theirs and asks_for_no_layer(rig, asked, hits[-1])
+        assert spoilt or not right.wrong(answers)
     rig.ours.assert_no_block_lost()
     settled(rig.server.endpoint)
     return hits[0], hits[1]
@@ -54,14 +65,20 @@ def test_every_prompt_hits_at_least_what_the_engines_own_pool_finds(rig: Rig, be
 
 
 def test_each_layer_is_awaited_and_saved_once(rig: Rig) -> None:
-    asked = prompt(200, 300)
+    """Where it is asked for: layerflow waits by itself for what :func:`asks_for_no_layer`."""
+    first = prompt(200, 300)
+    fork = first[:280] + prompt(201, 37)
     once = dict.fromkeys(rig.ours.layers(), 1)
-    for known in (0, len(asked) - 1):
+    for asked, known in ((first, 0), (first, len(first) - 1), (fork, 2 * BLOCK)):
+        awaited = {} if asks_for_no_layer(rig, [asked], [known]) else once
         rig.ours.wipe()
         rig.ours.hooks()
-        assert rig.ours.one(asked, max_tokens=MAX_TOKENS).cached == known
+        right = rig.right(asked, max_tokens=MAX_TOKENS)
+        answer = rig.ours.one(asked, max_tokens=MAX_TOKENS)
+        assert answer.cached == known
+        assert not right.wrong([answer])
         rig.ours.assert_no_block_lost()
         settled(rig.server.endpoint)
         passes: Hooks = rig.ours.hooks()
         assert all(calls in ({}, once) for each in passes for calls in each.values()), passes
-        assert {"wait_for_layer_load": once, "save_kv_layer": once} in passes
+        assert {"wait_for_layer_load": awaited, "save_kv_layer": once} in passes

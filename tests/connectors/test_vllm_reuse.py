@@ -25,7 +25,8 @@ class FullAttentionSpec:
 def engine(**changed: Any) -> Any:
     model = {"runner_type": "generate", "pooler_config": None, "is_prefix_caching_supported": True}
     cache = SimpleNamespace(calculate_kv_scales=changed.pop("calculate_kv_scales", False))
-    return SimpleNamespace(model_config=SimpleNamespace(**model | changed), cache_config=cache)
+    more = {"additional_config": changed.pop("additional_config", {})}
+    return SimpleNamespace(model_config=SimpleNamespace(**model | changed), cache_config=cache, **more)
 
 
 def pooling(seq: str | None, tok: str | None = None) -> Any:
@@ -49,6 +50,7 @@ def test_what_is_known_to_be_right_is_reused(config: Any) -> None:
         (engine(is_prefix_caching_supported=False), FullAttentionSpec(), "does not reuse prefixes"),
         (engine(), FullAttentionSpec(non_causal=True), "later ones"),
         (engine(calculate_kv_scales=True), FullAttentionSpec(), "first batch"),
+        (engine(additional_config={"enable_kv_nz": True}), FullAttentionSpec(), "another order"),
     ],
 )
 def test_what_is_not_is_told_in_one_sentence(config: Any, layer_spec: Any, reason: str) -> None:
@@ -78,6 +80,12 @@ class TestSpecs:
         newer = make_dataclass("SparserAttentionSpec", [("block_size", int)])
         with pytest.raises(Unsupported, match="SparserAttentionSpec"):
             kind_of(newer(16))
+
+    def test_the_latent_cache_of_another_platform_is_one_where_it_says_no_more(self) -> None:
+        latent = make_dataclass("AscendMLAAttentionSpec", [("head_size", int, 576), ("store_on_host", bool, False)])
+        assert kind_of(latent()) == "mla"
+        with pytest.raises(Unsupported, match="store_on_host=True"):
+            kind_of(latent(store_on_host=True))
 
     def test_states_are_kept_at_boundaries_or_not_at_all(self) -> None:
         state = make_dataclass("MambaSpec", [("block_size", int), ("mamba_cache_mode", str)])

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Sequence
 
-from comparison import prompt, settled, until
+from comparison import Right, prompt, settled, until
 from engines import Engine
 from scenario import Answer
 
 from layerflow_cli.bench.harness import ServerProcess
-
-ROUNDING = 1 / 8
-"""By so much, in log probability, a token of a bfloat16 model must be likelier than any other to be the one whatever
-the prompt is computed together with and from where on. Logits are multiples of 1/64 there."""
 
 HEADS = 10
 
@@ -36,18 +30,11 @@ class Churn:
         ]
         self.aborts = {number: source.randrange(0, steps) for number in source.sample(range(count), aborted)}
         self._max_tokens = max_tokens
-        self._right: list[list[tuple[int, float]]] = []
+        self._right = Right([])
 
     def learn(self, plain: Engine, *, rounds: bool = False) -> None:
-        """What the tokens must be: those of a vLLM without layerflow.
-
-        :param rounds: of one that computes in bfloat16: tokens are sure only where they are likely enough.
-        """
-        if rounds:
-            self._right = plain.margins(*self.prompts, max_tokens=self._max_tokens)
-        else:
-            answers = plain.generate(*self.prompts, max_tokens=self._max_tokens)
-            self._right = [[(token, math.inf) for token in answer.tokens] for answer in answers]
+        """What the tokens must be: those of a vLLM without layerflow, see :meth:`comparison.Right.of`."""
+        self._right = Right.of(plain, self.prompts, self._max_tokens, rounds=rounds)
 
     def serve(self, server: ServerProcess, engine: Engine, *, aborting: bool = True) -> list[Answer]:
         """Serve all of them; afterwards vLLM's own prefix cache is empty.
@@ -57,21 +44,9 @@ class Churn:
         aborts = self.aborts if aborting else {}
         engine.begin(self.prompts, self._max_tokens, aborts)
         answers = engine.finish()
-        wrong = [
-            number
-            for number, answer in enumerate(answers)
-            if not (answer.reason == "abort" and number in aborts) and self._is_wrong(number, answer.tokens)
-        ]
-        assert not wrong
+        ended = {number for number, answer in enumerate(answers) if answer.reason == "abort" and number in aborts}
+        assert not self._right.wrong(answers) - ended
         engine.reset()
         settled(server.endpoint)
         until(server, lambda status: status["pool"]["pinned"] == 0)
         return answers
-
-    def _is_wrong(self, number: int, tokens: Sequence[int]) -> bool:
-        right = self._right[number]
-        if len(tokens) != len(right):
-            return True
-        # Behind another token than the right one, all that follows is another text.
-        margins = (margin for (token, margin), made in zip(right, tokens, strict=True) if made != token)
-        return next(margins, 0.0) > ROUNDING

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engines import Engine
-from scenario import Prompt
+from scenario import Answer, Prompt
 
 from layerflow.agent.observer import fetch_status
 from layerflow_cli.bench.harness import ServerProcess
@@ -19,6 +19,46 @@ ANSWER_S = 30.0
 SETTLE_S = 60.0
 RECOVERY_S = 60.0
 MAX_TOKENS = 6
+ROUNDING = 1 / 8
+"""By so much, in log probability, a token of a bfloat16 model must be likelier than another to stand before it whatever
+the prompt is computed together with and from where on. Logits are multiples of 1/64 there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Right:
+    """What answers must be.
+
+    :param tokens: by answer and place, the token of a vLLM without layerflow; behind it, what may stand there as well.
+    """
+
+    tokens: list[list[list[int]]]
+
+    @classmethod
+    def of(cls, plain: Engine, prompts: Sequence[Prompt], max_tokens: int, *, rounds: bool = False) -> Right:
+        """Ask a vLLM without layerflow.
+
+        :param rounds: it computes in bfloat16: tokens that are nearly as likely may change places.
+        """
+        if rounds:
+            return cls(plain.likely(*prompts, max_tokens=max_tokens, within=ROUNDING))
+        return cls([[[token] for token in each.tokens] for each in plain.generate(*prompts, max_tokens=max_tokens)])
+
+    def wrong(self, answers: Sequence[Answer]) -> set[int]:
+        """The numbers of the answers that are wrong."""
+        return {
+            number
+            for number, (answer, right) in enumerate(zip(answers, self.tokens, strict=True))
+            if not _may_be(answer.tokens, right)
+        }
+
+
+def _may_be(tokens: Sequence[int], right: list[list[int]]) -> bool:
+    if len(tokens) != len(right):
+        return False
+    for made, allowed in zip(tokens, right, strict=True):
+        if made != allowed[0]:
+            return made in allowed  # whatever follows it is another text
+    return True
 
 
 @dataclass

@@ -153,9 +153,12 @@ class Engine:
         """Let layerflow read the weights of an engine that was started with ``unread``."""
         assert self._ask("read_weights")
 
-    def margins(self, *prompts: Prompt, max_tokens: int) -> list[list[tuple[int, float]]]:
-        """The tokens of each answer, and by how much each is likelier than any other, in log probability."""
-        return self._ask("margins", list(prompts), max_tokens)
+    def likely(self, *prompts: Prompt, max_tokens: int, within: float) -> list[list[list[int]]]:
+        """The tokens of each answer; behind each, others that are less likely by no more than `within`.
+
+        :param within: in log probability.
+        """
+        return self._ask("likely", list(prompts), max_tokens, within)
 
     def preemptions(self) -> int:
         """How often vLLM has taken a running request's blocks away."""

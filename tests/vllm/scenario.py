@@ -20,6 +20,8 @@ from typing import Any
 from models import EYES
 
 DRAIN_S = 30.0
+LIKELIEST = 8
+"""So many tokens are compared in likelihood."""
 LOOKUP_S, CONNECT_S, START_S = 5.0, 30.0, 120.0
 Prompt = Sequence[int]
 
@@ -204,22 +206,27 @@ class Scenario:
         self._read.set()
         return all(each._reading.wait(DRAIN_S) for each in _CONNECTORS)
 
-    def margins(self, prompts: Sequence[Prompt], max_tokens: int) -> list[list[tuple[int, float]]]:
-        """The tokens of each answer, and by how much each is likelier than any other, in log probability."""
+    def likely(self, prompts: Sequence[Prompt], max_tokens: int, within: float) -> list[list[list[int]]]:
+        """The tokens of each answer; behind each, others that are less likely by no more than `within`."""
         from vllm import SamplingParams
 
         names = {str(next(self._names)): index for index, _ in enumerate(prompts)}
-        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=2, detokenize=False, ignore_eos=True)
+        sampling = SamplingParams(
+            temperature=0, max_tokens=max_tokens, logprobs=LIKELIEST, detokenize=False, ignore_eos=True
+        )
         for name, index in names.items():
             self._add(name, prompts[index], sampling, PLAIN)
-        answers: list[list[tuple[int, float]]] = [[] for _ in prompts]
+        answers: list[list[list[int]]] = [[] for _ in prompts]
         while self._engine.has_unfinished_requests():
             for output in self._engine.step():
                 if output.finished:
                     made = output.outputs[0]
-                    best = [sorted((each.logprob for each in row.values()), reverse=True) for row in made.logprobs]
                     answers[names[output.request_id]] = [
-                        (token, row[0] - row[1]) for token, row in zip(made.token_ids, best, strict=True)
+                        sorted(
+                            (each for each in row if row[each].logprob >= row[token].logprob - within),
+                            key=lambda each, token=token: each != token,
+                        )
+                        for token, row in zip(made.token_ids, made.logprobs, strict=True)
                     ]
         return answers
 

@@ -94,7 +94,7 @@ def draft_name(facts: str, packing: str, group: GroupSpec) -> str:
 HEAD_MAJOR = "LBHNC"
 """The name of vLLM's layout in which a block's heads lie one after the other (HND)."""
 _LAYOUTS = "vllm.v1.kv_cache_layout"
-_LATENT = ("MLAAttentionSpec", "SlidingWindowMLASpec")
+_LATENT = (*KINDS["mla"].vllm, "SlidingWindowMLASpec")
 
 
 def wanted_layout(vllm_config: Any) -> str | None:

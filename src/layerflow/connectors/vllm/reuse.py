@@ -7,7 +7,7 @@ poolers, caches and fields of caches that are known to be so are listed; what is
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from layerflow.errors import Unsupported
@@ -82,6 +82,9 @@ def obstacle(vllm_config: Any, layer_specs: Iterable[Any]) -> str:
         return "vLLM does not reuse prefixes of this model: its tokens' KV, or its answers, depend on more than those"
     if any(getattr(each, "non_causal", False) for each in layer_specs):
         return "some of this model's tokens attend to later ones: their KV does not follow from the tokens before them"
+    ascend = getattr(vllm_config, "additional_config", None)
+    if isinstance(ascend, Mapping) and ascend.get("enable_kv_nz"):
+        return "enable_kv_nz has vLLM-Ascend's decode read a latent cache in another order than its prefill writes one"
     if getattr(cache, "calculate_kv_scales", False):
         return "calculate_kv_scales takes the scales of the KV cache from each process's first batch: no other has them"
     return ""
