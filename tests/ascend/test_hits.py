@@ -69,6 +69,7 @@ def test_each_layer_is_awaited_and_saved_once(rig: Rig) -> None:
     first = prompt(200, 300)
     fork = first[:280] + prompt(201, 37)
     once = dict.fromkeys(rig.ours.layers(), 1)
+    failed = rig.ours.failed_loads()
     for asked, known in ((first, 0), (first, len(first) - 1), (fork, 2 * BLOCK)):
         awaited = {} if asks_for_no_layer(rig, [asked], [known]) else once
         rig.ours.wipe()
@@ -82,3 +83,4 @@ def test_each_layer_is_awaited_and_saved_once(rig: Rig) -> None:
         passes: Hooks = rig.ours.hooks()
         assert all(calls in ({}, once) for each in passes for calls in each.values()), passes
         assert {"wait_for_layer_load": awaited, "save_kv_layer": once} in passes
+    assert rig.ours.failed_loads() == failed, "what was loaded has been computed again"
