@@ -214,10 +214,13 @@ def test_what_a_flag_of_the_server_sets_is_said_to_be_without_effect(served: Ser
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert eventually(lambda: served.status()["trial"]["on"])
-    command.send_signal(signal.SIGINT)
-    told, said = command.communicate(timeout=60)
-    assert "without effect here: pool.size, which a flag of the server sets" in said and command.returncode == 130
+    try:
+        assert eventually(lambda: served.status()["trial"]["on"])
+        command.terminate()
+        told, said = command.communicate(timeout=60)
+    finally:
+        command.kill()
+    assert "without effect here: pool.size, which a flag of the server sets" in said and command.returncode == 143
     assert json.loads(report.read_text())["overruled"] == {"pool.size": "a flag"}
     assert max(map(len, said.splitlines())) <= 80 and "exposed ms of a step" in told, "and the figures are told as well"
 
