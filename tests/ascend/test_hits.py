@@ -48,7 +48,13 @@ def serve(rig: Rig, *asked: Prompt) -> tuple[list[int], list[int]]:
     return hits[0], hits[1]
 
 
-@pytest.mark.parametrize("believed_s", [30.0, 0.0], ids=["as it is", "without its window of misses"])
+@pytest.mark.parametrize(
+    "believed_s",
+    [
+        pytest.param(30.0, id="as it is", marks=pytest.mark.campaign),  # it finds less then
+        pytest.param(0.0, id="without its window of misses"),
+    ],
+)
 def test_every_prompt_hits_at_least_what_the_engines_own_pool_finds(rig: Rig, believed_s: float) -> None:
     """AscendStoreConnector believes for 30 s that a block is not stored, though it has stored it since."""
     rig.theirs.believe_misses(believed_s)
