@@ -163,6 +163,9 @@ def _told(found: Found, wanted: Wanted, target: float | None, written: Sequence[
         yield ""
         yield from textwrap.wrap(note, _WIDTH)
     if not found.changes:
+        if wanted.output is not None:
+            yield ""
+            yield f"{wanted.output} is not written."
         return
     yield ""
     if wanted.output is None:

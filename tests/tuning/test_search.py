@@ -101,6 +101,8 @@ def test_a_goal_that_is_reached_ends_the_search() -> None:
     formula = Formula({("a", 1): -5.0, ("b", 1): -2.0})
     assert found(formula, target=0.016) == {"a": 1}
     assert found(formula, target=0.5) == {}
+    told = Search(formula, Aim.EXPOSED_P99, CANDIDATES, CURRENT, target=0.016).run()
+    assert {left.why for left in told.left_alone} == {"the goal is reached without it"}, "nothing of noise"
 
 
 def test_a_gain_that_fails_loads_or_loses_hits_is_none() -> None:

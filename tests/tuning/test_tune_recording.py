@@ -78,9 +78,11 @@ def test_a_badly_tuned_file_is_changed_in_what_is_wrong_with_it(recorded: Record
 
 
 @pytest.mark.parametrize(("goal", "reached"), [("1s", True), ("0.001ms", False)])
-def test_whether_the_goal_is_reached_is_said(recorded: Recorded, goal: str, reached: bool) -> None:
+def test_whether_the_goal_is_reached_is_said(recorded: Recorded, goal: str, reached: bool, tmp_path: Path) -> None:
     args = ("tune", str(recorded.trace), "--config", str(recorded.file), "--goal", f"exposed_p99={goal}")
-    said = invoke(*args).stdout
+    out = tmp_path / "tuned.toml"
+    said = invoke(*args, "-o", str(out)).stdout
+    assert out.exists() is not reached and (f"{out} is not written." in said) is reached
     assert f"is {'' if reached else 'NOT '}reached." in said, said
     told = json.loads(invoke(*args, "--json").stdout)
     assert told["reached"] is reached and bool(told["changes"]) is not reached

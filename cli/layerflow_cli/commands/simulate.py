@@ -61,7 +61,7 @@ TRUSTED = 0.02
 """A recording whose own hits are predicted within this share of its prompt tokens, and within 15 % of themselves, is
 believed at other sizes."""
 
-OF_CAR = "Beside it car itself may hit up to a point more in so small a pool."
+OF_CAR = "Beside it the curve may be up to a point too high: car differs in so small a pool."
 """How it divides its room follows what comes back, and is less steady in a small pool. Of a public hour of
 conversations it was 0.7 points at one in 8 chunks, 0.4 at one in 32; least recently used was within its error."""
 
@@ -287,6 +287,7 @@ class CurveOutput(NamedTuple):
 def _curve(
     trace: RequestTrace, spec: ModelSpec, largest: int, output: CurveOutput, recorded: RecordedPrompts | None = None
 ) -> None:
+    from layerflow.findings import size_text  # noqa: PLC0415
     from layerflow.sim.curve import NEAR_BEST, hit_curve, knee, least_arena, most_hit  # noqa: PLC0415
     from layerflow.sim.simulation import EVICTIONS  # noqa: PLC0415
     from layerflow_cli.output import progress, wrote_json  # noqa: PLC0415
@@ -294,7 +295,7 @@ def _curve(
     least = least_arena(spec, output.sample)
     sizes = [size for power in reversed(range(CURVE_SIZES)) if (size := largest >> power) >= least]
     if not sizes:
-        raise ConfigError(f"--sample {output.sample}: tells of no size below {_size(least)}; sample less thinly")
+        raise ConfigError(f"--sample {output.sample}: tells of no size below {size_text(least)}; sample less thinly")
     own = [recorded.arena_bytes] if recorded is not None else []
     points: list[CurvePoint] = []
     with progress(len(sizes) + len(own)) as advance:
@@ -322,7 +323,7 @@ def _curve(
         told |= {"everything_hits_share": everything, "larger_hits_more": more}
         if wrote_json(output.json_file, told):
             return
-        for line in _plot(trace, points, best, output, trust):
+        for line in _plot(trace, points, best, output, trust, marked=not more):
             typer.echo(line)
         if best is not None:
             typer.echo(f"A pool that holds everything would hit {everything * 100:.1f} %.")
@@ -355,7 +356,10 @@ def _plot(
     best: CurvePoint | None,
     output: CurveOutput,
     trust: dict[str, Any] | None,
+    *,
+    marked: bool,
 ) -> Iterator[str]:
+    """:param marked: the best size is the knee, and not only the largest one of a curve that still rises."""
     if trust is not None:
         predicted, measured = trust["predicted_share"] * 100, trust["recorded_share"] * 100
         yield f"Trust: at its own pool.size, {_size(trust['pool_size_bytes'])}, this recording hit"
@@ -370,11 +374,12 @@ def _plot(
     for point in points:
         bar = "█" * round(_BAR * point.hit_rate / most)
         told = f"{point.hit_rate * 100:5.1f} %" + (f" ±{point.error * 100:.1f}" if output.sample > 1 else "")
-        mark = "  <- knee" if point is best else ""
+        mark = "  <- knee" if point is best and marked else ""
         yield f"{_size(point.arena_bytes):>10} {bar:<{_BAR}} {told}{mark}"
     yield ""
     if best is None and (trust is None or trust["trusted"]):
-        yield "Nothing hits at any of these sizes: no prompt's leading chunks come again while they are held."
+        yield "Nothing hits at any of these sizes: no prompt's leading chunks come again"
+        yield "while they are held."
         return
     if best is None:
         yield f"Both differ by over {TRUSTED * 100:.0f} points, or 15 %, so no size is recommended: hits may have come"

@@ -354,5 +354,8 @@ class Search:
                     harm = self._harm(after) if told else "within the noise, or too little"
                     best = (value, gain, harm or "the goal is reached without it")
         if best is None:
-            return LeftAlone(key, None, None, why or refused.get(key, "") or "the goal is reached without it")
+            not_needed = "the goal is reached without it"
+            return LeftAlone(
+                key, None, None, why or (not_needed if self._reached(chosen) else refused.get(key, not_needed))
+            )
         return LeftAlone(key, *best)
