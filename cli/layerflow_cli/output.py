@@ -26,7 +26,8 @@ from layerflow_cli.options import STANDARD_OUTPUT
 from layerflow_cli.output_file import write_file
 
 PLAIN_WIDTH = 160
-_LINE_WIDTH, _BAR_WORDS = 80, 36
+_LINE_WIDTH, _WORDS_WIDTH = 80, 36
+"""Columns of a line about progress, and of the words before a bar: bar, counts and time need the rest."""
 SILENT_S = 5.0
 """So long a command may say nothing."""
 _SUFFIXES = (
@@ -81,15 +82,15 @@ def progress(
         TimeElapsedColumn,
     )
 
-    width = _BAR_WORDS
-    columns = (TextColumn(f"{{task.description:<{width}}}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    words = TextColumn(f"{{task.description:<{_WORDS_WIDTH}}}")
+    columns = (words, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=screen, transient=True) as bar:
         task = bar.add_task("", total=total)
         begun = False
 
         def advance(what: str) -> None:
             nonlocal begun
-            bar.update(task, advance=int(begun), description=textwrap.shorten(what, width, placeholder=" ..."))
+            bar.update(task, advance=int(begun), description=textwrap.shorten(what, _WORDS_WIDTH, placeholder=" ..."))
             begun = True
 
         yield advance
@@ -201,31 +202,26 @@ def folded(text: str, width: int) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def write_json(path: Path, result: Any) -> None:
-    """Write `result`; values that JSON lacks (paths, numpy numbers) as text or plain numbers, NaN as null.
+def write_json(path: Path | None, result: Any) -> bool:
+    """Write `result` where ``--json`` says; True = on standard output, where no text belongs then.
 
-    :param path: a file, or :data:`~layerflow_cli.options.STANDARD_OUTPUT`.
+    Values that JSON lacks (paths, numpy numbers) are text or plain numbers, NaN is null.
+
+    :param path: a file, or :data:`~layerflow_cli.options.STANDARD_OUTPUT`; None = ``--json`` was not given.
     :raises ConfigError: the file cannot be written; the result is on standard output then.
     """
+    if path is None:
+        return False
     text = to_json(result)
     if path == STANDARD_OUTPUT:
         print(text)
-        return
+        return True
     try:
         write_file("--json", path, text + "\n")
     except ConfigError:
         print(text)
         raise
-
-
-def wrote_json(path: Path | None, result: Any) -> bool:
-    """As :func:`write_json`, where ``--json`` was given. True = to standard output, where no text belongs then.
-
-    :raises ConfigError: the file cannot be written; the result is on standard output then.
-    """
-    if path is not None:
-        write_json(path, result)
-    return path == STANDARD_OUTPUT
+    return False
 
 
 def to_json(result: Any) -> str:

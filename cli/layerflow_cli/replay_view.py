@@ -23,7 +23,7 @@ def show_replay(replay: Replay, other: Settings | None, link: OtherLink | None, 
     :param link: its link; None = the fitted one.
     :raises ConfigError: another one was asked for, and the replay is not to be believed.
     """
-    from layerflow_cli.output import wrote_json  # noqa: PLC0415
+    from layerflow_cli.output import write_json  # noqa: PLC0415
 
     trust = replay.trust
     asked = other is not None or link is not None
@@ -54,7 +54,7 @@ def show_replay(replay: Replay, other: Settings | None, link: OtherLink | None, 
         "other": _figures(changed) if changed is not None else None,
         "not_simulated": list(replay.unjudged(other)) if other is not None else [],
     }
-    if wrote_json(json_file, told):
+    if write_json(json_file, told):
         return
     for line in _lines(replay, other, changed):
         typer.echo(line)

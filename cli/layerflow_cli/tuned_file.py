@@ -48,7 +48,7 @@ def tune_file(wanted: Wanted) -> None:
     from layerflow.tuning.edit import Written, as_toml, edited  # noqa: PLC0415
     from layerflow.tuning.recorded import RecordedJudge, reason  # noqa: PLC0415
     from layerflow.tuning.search import Search  # noqa: PLC0415
-    from layerflow_cli.output import progress, wrote_json  # noqa: PLC0415
+    from layerflow_cli.output import progress, write_json  # noqa: PLC0415
     from layerflow_cli.replay_view import against  # noqa: PLC0415
 
     aim, target = parse_aim(wanted.goal)
@@ -96,7 +96,7 @@ def tune_file(wanted: Wanted) -> None:
             written.append(wanted.output)
 
     def figures() -> None:
-        if wrote_json(wanted.json_file, _plain(found, target, written)):
+        if write_json(wanted.json_file, _plain(found, target, written)):
             return
         for line in _told(found, wanted, target, written):
             typer.echo(line)

@@ -130,10 +130,10 @@ class HostArithmetic(TorchDispatchMode):
             return lent[-1][0]
 
         def returned(value: Any) -> Any:
-            return next((given for here, given in lent if here is value), None)
+            given = next((given for here, given in lent if here is value), None)
+            return _on_npu(value, device) if given is None else given
 
-        made = function(*_each(lend, args), **_each(lend, kwargs))
-        return _each(lambda value: _on_npu(value, device) if returned(value) is None else returned(value), made)
+        return _each(returned, function(*_each(lend, args), **_each(lend, kwargs)))
 
     def _compute(self, func: Any, args: Any, kwargs: Any, given: list[Any], wanted: torch.device | None) -> Any:
         """An operator of torch's own, by torch's own kernel for CPUs."""

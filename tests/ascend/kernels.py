@@ -196,6 +196,11 @@ def transpose_batchmatmul(
     return made.permute(*perm_y).contiguous() if perm_y else made
 
 
+def _asked(options: dict[str, Any]) -> set[str]:
+    """Those of an operator's options that ask for something."""
+    return {name for name, each in options.items() if isinstance(each, Tensor) or each not in (None, 0, False)}
+
+
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool, window: int | None
 ) -> tuple[Tensor, Tensor]:
@@ -245,7 +250,7 @@ def fused_infer_attention(
 
     Rotary parts are more of queries and keys. A query that has no key to see gets 0, and infinity for its logarithm.
     """
-    unknown = {name for name, each in more.items() if isinstance(each, Tensor) or each not in (None, 0, False)}
+    unknown = _asked(more)
     if input_layout != "TND" or sparse_mode not in (0, *CAUSAL, BAND) or unknown - {"inner_precise"}:
         raise NotImplementedError(f"attention in layout {input_layout}, sparse_mode {sparse_mode}, with {unknown}")
     heads = num_key_value_heads or num_heads
@@ -291,7 +296,7 @@ def fused_infer_attention_v2(
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
     """One query a request, of latent size, over paged latents; layout BNSD, and NBSD of what is returned."""
-    unknown = {name for name, each in more.items() if isinstance(each, Tensor) or each not in (None, 0, False)}
+    unknown = _asked(more)
     unknown |= {"actual_seq_qlen"} if actual_seq_qlen is not None else set()
     if (input_layout, query.shape[2], key.shape[1], sparse_mode) != ("BNSD_NBSD", 1, 1, 0) or unknown:
         raise NotImplementedError(f"attention {tuple(query.shape)} in layout {input_layout}, with {unknown}")

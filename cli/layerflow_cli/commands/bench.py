@@ -353,10 +353,10 @@ def _module(name: str) -> Any:
 
 
 def _run(name: str, given: Mapping[str, Any], sets: Sequence[str], json_file: Any) -> None:
-    from layerflow_cli.output import wrote_json  # noqa: PLC0415
+    from layerflow_cli.output import write_json  # noqa: PLC0415
 
     result = _measure(name, given, sets)
-    if not wrote_json(json_file, result):
+    if not write_json(json_file, result):
         _show(name, result)
 
 

@@ -128,7 +128,7 @@ def config(
       layerflow config --effective --config layerflow.toml --set transfer.mode=bulk
     """
     from layerflow.config.settings import Settings, reference  # noqa: PLC0415 - `--help` stays quick
-    from layerflow_cli.output import wrote_json  # noqa: PLC0415
+    from layerflow_cli.output import write_json  # noqa: PLC0415
 
     others = as_markdown, starter, profile is not None, check is not None
     if sum((effective, *others)) > 1:
@@ -160,7 +160,7 @@ def config(
         typer.echo(f"\n# The other {len(rows) - len(first)} settings: `layerflow config`.")
     elif as_markdown:
         typer.echo(markdown(rows), nl=False)
-    elif not wrote_json(json_file, [dataclasses.asdict(row) for row in rows]):
+    elif not write_json(json_file, [dataclasses.asdict(row) for row in rows]):
         _print(rows)
 
 
@@ -230,10 +230,10 @@ def _chosen(rows: list[ReferenceRow], section: str | None, *, live: bool) -> lis
 
 def _effective(file: Path | None, items: list[str], json_file: Path | None, keys: set[str]) -> None:
     from layerflow.config.settings import effective  # noqa: PLC0415
-    from layerflow_cli.output import wrote_json  # noqa: PLC0415
+    from layerflow_cli.output import write_json  # noqa: PLC0415
 
     found = [row for row in effective(file, overrides(items, {})) if row.key in keys]
-    if wrote_json(json_file, {row.key: {"value": row.value, "set_by": row.origin} for row in found}):
+    if write_json(json_file, {row.key: {"value": row.value, "set_by": row.origin} for row in found}):
         return
     _print_lines([(row.key, row.value, f"set by {row.origin}" if row.origin else "", "") for row in found])
 

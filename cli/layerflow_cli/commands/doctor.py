@@ -41,10 +41,10 @@ def doctor(
       layerflow doctor --device cuda
     """
     from layerflow.findings import Severity  # noqa: PLC0415 - `--help` stays quick
-    from layerflow_cli.output import wrote_json  # noqa: PLC0415
+    from layerflow_cli.output import write_json  # noqa: PLC0415
 
     findings = _of_device(device) if device is not None else _of_configuration(config, settings or [])
-    if not wrote_json(json_file, [dataclasses.asdict(finding) for finding in findings]):
+    if not write_json(json_file, [dataclasses.asdict(finding) for finding in findings]):
         _print(findings)
     if any(finding.state is Severity.PROBLEM for finding in findings):
         raise typer.Exit(EXIT_PROBLEM)

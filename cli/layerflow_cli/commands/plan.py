@@ -89,7 +89,7 @@ def plan(
     """
     from layerflow.config.fields import parse_size  # noqa: PLC0415 - `--help` stays quick
     from layerflow.sizing import capacity_of, planned_file, race, read_config, shape_of  # noqa: PLC0415
-    from layerflow_cli.output import wrote_json  # noqa: PLC0415
+    from layerflow_cli.output import write_json  # noqa: PLC0415
 
     with_unit("--ram", ram)
     arena_bytes, tokens = parse_size(ram), parse_size(prompt)
@@ -129,7 +129,7 @@ def plan(
     found = None
     if compute is not None and speed is not None:
         found = race(capacity, speed, compute, tokens, file.settings.transfer.byte_cap)
-    if wrote_json(json_file, _result(capacity, file, found, tokens, traffic)):
+    if write_json(json_file, _result(capacity, file, found, tokens, traffic)):
         return
     header = list(
         _header(capacity, file, found, tokens, traffic, name=(model if model.is_dir() else model.parent).resolve().name)

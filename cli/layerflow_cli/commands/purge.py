@@ -36,13 +36,13 @@ def purge(
       layerflow purge
       layerflow purge --tier --yes --json
     """
-    from layerflow_cli.output import wrote_json  # noqa: PLC0415 - `--help` stays quick
+    from layerflow_cli.output import write_json  # noqa: PLC0415 - `--help` stays quick
 
     where = endpoint_of(endpoint, config)
     if tier and not yes:
         _confirm(where)
     told = _purge(where, tier)
-    if not wrote_json(json_file, told):
+    if not write_json(json_file, told):
         typer.echo(describe(told, tier))
     if tier and told.get("tier", {}).get("reason"):
         raise SessionError(f"objects may be left in {told['tier']['backend']}: {told['tier']['reason']}")

@@ -105,11 +105,11 @@ def _ended(control: Any) -> Mapping[str, Any]:
 def _show(path: Path | None, json_file: Path | None) -> None:
     from layerflow.recording.reader import Recording  # noqa: PLC0415 - `--help` stays quick
     from layerflow.recording.summary import summary  # noqa: PLC0415
-    from layerflow_cli.output import console, tables, wrote_json  # noqa: PLC0415
+    from layerflow_cli.output import console, tables, write_json  # noqa: PLC0415
 
     assert path is not None
     found = summary(Recording(path))
-    if wrote_json(json_file, found):
+    if write_json(json_file, found):
         return
     screen = console()
     began = datetime.fromtimestamp(found["began_unix"], UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

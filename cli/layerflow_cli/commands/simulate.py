@@ -239,14 +239,14 @@ def _of_speed(trace: RequestTrace, first: int, speed: float) -> RequestTrace:
 
 def _run(machine: Machine, settings: Settings, trace: RequestTrace, seed: int, json_file: Path | None) -> None:
     from layerflow.sim import simulation  # noqa: PLC0415
-    from layerflow_cli.output import console, progress, tables, wrote_json  # noqa: PLC0415
+    from layerflow_cli.output import console, progress, tables, write_json  # noqa: PLC0415
 
     what = f"requests of {trace.name}"
     with progress(len(trace.requests)) as advance:
         advance(what)
         figures = simulation.simulate(machine, settings, trace, seed=seed, tell=lambda: advance(what)).figures
     result = _result(figures, trace)
-    if wrote_json(json_file, {"trust": None, **result}):
+    if write_json(json_file, {"trust": None, **result}):
         return
     for line in textwrap.wrap(UNTRUSTED, 80):
         typer.echo(line)
@@ -290,7 +290,7 @@ def _curve(
     from layerflow.findings import size_text  # noqa: PLC0415
     from layerflow.sim.curve import NEAR_BEST, hit_curve, knee, least_arena, most_hit  # noqa: PLC0415
     from layerflow.sim.simulation import EVICTIONS  # noqa: PLC0415
-    from layerflow_cli.output import progress, wrote_json  # noqa: PLC0415
+    from layerflow_cli.output import progress, write_json  # noqa: PLC0415
 
     least = least_arena(spec, output.sample)
     sizes = [size for power in reversed(range(CURVE_SIZES)) if (size := largest >> power) >= least]
@@ -321,7 +321,7 @@ def _curve(
         told: dict[str, Any] = {"trust": trust, "eviction": output.eviction, "sample": output.sample, "points": rows}
         told["knee_bytes"] = best.arena_bytes if best is not None else None
         told |= {"everything_hits_share": everything, "larger_hits_more": more}
-        if wrote_json(output.json_file, told):
+        if write_json(output.json_file, told):
             return
         for line in _plot(trace, points, best, output, trust, marked=not more):
             typer.echo(line)

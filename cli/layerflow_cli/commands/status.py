@@ -149,9 +149,9 @@ def endpoint_of(endpoint: str | None, config: Any) -> str:
 
 
 def _show(found: Mapping[str, Any], json_file: Path | None, everything: bool) -> None:
-    from layerflow_cli.output import console, wrote_json  # noqa: PLC0415
+    from layerflow_cli.output import console, write_json  # noqa: PLC0415
 
-    if wrote_json(json_file, found):
+    if write_json(json_file, found):
         return
     from layerflow_cli.status_view import view  # noqa: PLC0415
 

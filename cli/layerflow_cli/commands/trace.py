@@ -135,11 +135,11 @@ def _write(traces: Sequence[StepTrace], notes: Sequence[str], out: Path) -> list
 
 def _show(traces: Sequence[StepTrace], notes: Sequence[str], paths: Sequence[Path], json_file: Path | None) -> None:
     """:param paths: of the page and of the trace; empty = they could not be written."""
-    from layerflow_cli.output import console, wrote_json  # noqa: PLC0415
+    from layerflow_cli.output import console, write_json  # noqa: PLC0415
 
     found: dict[str, Any] = {"steps": len(traces), "timeline": None, "perfetto": None, "notes": list(notes)}
     found |= dict(zip(("timeline", "perfetto"), map(str, paths), strict=False)) | dict(_figures(traces))
-    if wrote_json(json_file, found):
+    if write_json(json_file, found):
         return
     screen = console()
     lines = [

@@ -216,13 +216,13 @@ def _read(path: Path) -> bytes:
 
 def _show(report: Report, path: Path, html: Path | None, json_file: Path | None) -> None:
     """:raises ConfigError: a file cannot be written; the figures are told all the same."""
-    from layerflow_cli.output import wrote_json  # noqa: PLC0415
+    from layerflow_cli.output import write_json  # noqa: PLC0415
     from layerflow_cli.windows_page import write_page  # noqa: PLC0415
 
     told = report.plain()
 
     def figures() -> None:
-        if wrote_json(json_file, told):
+        if write_json(json_file, told):
             return
         for line in _told(report, told, path):
             typer.echo(line)

@@ -284,7 +284,7 @@ def _report(found: Sequence[Shape], figures: dict[str, Any], json_file: Path | N
     trace = json.dumps(render_perfetto(traces))
     write_all(
         lambda: write_folder("--out", out, page, trace),
-        lambda: None if json_file is None else write_json(json_file, figures),
+        lambda: write_json(json_file, figures),
     )
     for path, what in (("timeline.html", "timeline, for a browser"), ("trace.json", "trace, for ui.perfetto.dev")):
         screen.print(f"{out / path}  ({what})", soft_wrap=True, highlight=False)

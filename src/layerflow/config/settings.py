@@ -502,13 +502,12 @@ def effective(path: Path | None = None, overrides: Mapping[str, Any] | None = No
     return effective_rows(Settings.load(path, overrides), origin)
 
 
-def overruled(path: Path, overrides: Mapping[str, Any], content: bytes | None = None) -> dict[str, str]:
+def overruled(path: Path, overrides: Mapping[str, Any], loaded: Settings, content: bytes) -> dict[str, str]:
     """Keys of a file that flags or the environment set to another value, and which of them.
 
-    :param content: the file's bytes, where they have been read already.
-    :raises ConfigError: see :meth:`Settings.load`.
+    :param loaded: what all of them say together. :param content: the file's bytes.
     """
-    file, loaded = read_toml(Settings, path, content).values, Settings.load(path, overrides, content=content)
+    file = read_toml(Settings, path, content).values
     _, origin, _ = _gather(Settings, path, overrides, "a flag", content)
     held = {row.key: row.value for row in effective_rows(loaded, origin)}
     found = {}

@@ -118,8 +118,11 @@ class Trials:
             return self.status()
         loaded, lost = None, dict[str, str]()
         if message.content:
-            load = functools.partial(_loaded, file, message.content)
-            loaded, lost = await anyio.to_thread.run_sync(load)
+            load = functools.partial(Settings.load, file.path, file.overrides, content=message.content)
+            loaded = await anyio.to_thread.run_sync(load)
+            if message.dry:
+                look = functools.partial(overruled, file.path, file.overrides, loaded, message.content)
+                lost = await anyio.to_thread.run_sync(look)
             self._refuse_another(trier)
         assert self._settings is not None
         held = self._settings
@@ -177,12 +180,6 @@ class Trials:
         if self.current is not None:
             self.current, self._ended = None, reason
             log.info("trial_ended", reason=reason)
-
-
-def _loaded(file: _Followed, content: bytes) -> tuple[Settings, dict[str, str]]:
-    """Settings as this server would take them from a file, and what of the file its flags and environment overrule."""
-    settings = Settings.load(file.path, file.overrides, content=content)
-    return settings, overruled(file.path, file.overrides, content)
 
 
 def _all_shown(changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -104,12 +104,11 @@ def hit_curve(
 
 
 def most_hit(trace: RequestTrace) -> CurvePoint:
-    """What a pool that holds everything hits; its size is what nothing is said of, and 0."""
+    """What a pool that holds everything hits; 0 stands for its size."""
     seen: set[bytes] = set()
-    purges, hits = list(trace.purges), 0
-    for request in trace.requests:
-        while purges and purges[0] <= request.at:
-            purges.pop(0)
+    purged, hits = _purged(trace), 0
+    for number, request in enumerate(trace.requests):
+        if number in purged:
             seen.clear()
         found = next((at for at, chunk in enumerate(request.chunks) if chunk not in seen), len(request.chunks))
         hits += min(found * trace.block_tokens, request.tokens - 1)
@@ -129,10 +128,17 @@ def least_arena(spec: ModelSpec, sample: int) -> int:
     """The smallest arena, in bytes, that samples of one in so many chunks tell of; 0 = the trace is not sampled."""
     if sample == 1:
         return 0
-    chunk = sum(
-        object_bytes(group, len(group.rules.keep(spec.chunk_tokens))) * len(spec.shard.peers()) for group in spec.groups
-    )
-    return LEAST_HELD * chunk * sample
+    return LEAST_HELD * sample * sum(nbytes for nbytes, _ in _objects(spec))
+
+
+def _objects(spec: ModelSpec) -> list[tuple[int, int]]:
+    """Bytes and blocks of each object of a chunk: by group, of each shard."""
+    counts = [len(group.rules.keep(spec.chunk_tokens)) for group in spec.groups]
+    return [
+        (object_bytes(group, blocks), blocks)
+        for group, blocks in zip(spec.groups, counts, strict=True)
+        for _ in spec.shard.peers()
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +158,7 @@ class _Sample:
 
 def _samples(trace: RequestTrace, first: int, sample: int) -> list[_Sample]:
     """One sample of everything, or :data:`SAMPLES` of other chunks each."""
-    purged = frozenset(bisect.bisect_left(trace.requests, at, key=lambda request: request.at) for at in trace.purges)
+    purged = _purged(trace)
     if sample == 1:
         everything = [(request.tokens, request.chunks) for request in trace.requests]
         return [_Sample(everything, purged, len({chunk for _, chunks in everything for chunk in chunks}), 0.0)]
@@ -174,6 +180,11 @@ def _samples(trace: RequestTrace, first: int, sample: int) -> list[_Sample]:
         )
         for of in kept
     ]
+
+
+def _purged(trace: RequestTrace) -> frozenset[int]:
+    """The numbers of the requests before which the pool was emptied."""
+    return frozenset(bisect.bisect_left(trace.requests, at, key=lambda request: request.at) for at in trace.purges)
 
 
 def _member(chunk: bytes, sample: int) -> int:
@@ -198,11 +209,8 @@ def _replay(
     """Tokens hit from request number `first` of the trace on, as far as chunks are sampled."""
     pool = MemoryPool(SimulatedArena(arena_bytes), headers=SimulatedHeaders(), policy=policy)
     chunk, groups, shards = spec.chunk_tokens, range(len(spec.groups)), spec.shard.peers()
-    each = len(groups) * len(shards)
-    counts = [len(group.rules.keep(chunk)) for group in spec.groups]
-    shapes = [
-        (object_bytes(group, blocks), blocks) for group, blocks in zip(spec.groups, counts, strict=True) for _ in shards
-    ]
+    shapes = _objects(spec)
+    each = len(shapes)
     hit_tokens = sample.lacking * chunk
     for number, (tokens, chunks) in enumerate(sample.requests):
         if number in sample.purged:
