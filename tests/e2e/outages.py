@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from e2e.host_faults import PAST_S, assert_rest, open_files
+from e2e.host_faults import assert_rest, open_files
 from e2e.known import eventually
 from e2e.rounds import record
 from e2e.traffic import load
@@ -70,5 +70,4 @@ def outages(
     )
     assert server.process.poll() is None
     assert_rest(server, first)
-    assert max(busy.worst_past, steady.worst_past) < PAST_S
     assert max(resumed) < resume_s, resumed

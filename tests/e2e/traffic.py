@@ -23,8 +23,13 @@ PROMPT_BYTES = LAYERS * 2 * ROW * TOKENS
 BLOCKS = 2048
 FETCH_S, SAVE_S, ANY_S = 0.002, 0.03, 0.2
 """How long bringing a prompt into the arena takes, how long computing and saving one, and longer than both."""
+PATIENCE_S = 60.0
+"""Of the engine that nothing may disturb: a load or lookup of it that fails has failed, and is not merely late."""
+PAST_S = 1.5
+"""A wait ends so long after its deadline at most, but for what this process stands still meanwhile. One that only ended
+with its host would end later: a stopped host is killed after 3 s."""
 STEADY_S = 2.5
-"""Deadline of loads that nothing may disturb; a host that is stopped is killed after 3 s."""
+"""So long a wait for what lies in the arena takes at most, likewise."""
 WATCHED = 8
 """So many passes later the blocks of a failed load are looked at again, and given back."""
 
@@ -34,7 +39,8 @@ class Counts:
     """What an engine has seen. Times in seconds.
 
     :param late: of the passes that failed, those whose loads were not there by their deadline.
-    :param worst_past: how long after its step's deadline a wait has ended, at worst; below 0 = before it.
+    :param worst_past: how long after its step's deadline a wait has ended, at worst; below 0 = before it. As in
+        `worst_wait`, what this process stood still meanwhile is not counted.
     :param worst_wait_ended: how the longest wait has ended.
     :param wrong: bytes that a wait called ready and that are not the prompt's.
     :param changed: bytes of blocks reported failed that changed afterwards.
@@ -56,6 +62,36 @@ class Counts:
     worst_lookup: float = 0.0
 
 
+class Stalls:
+    """How long this process stands still, on a thread of its own: how late waits end that nothing keeps."""
+
+    PERIOD_S = 0.02
+
+    def __init__(self) -> None:
+        self._stop = threading.Event()
+        self._found: list[tuple[float, float]] = []
+        self._due = time.monotonic() + self.PERIOD_S
+        self._thread = threading.Thread(target=self._watch, name="test-stalls", daemon=True)
+        self._thread.start()
+
+    def within(self, begin: float, end: float) -> float:
+        """Seconds of that time in which it stood still. It may have woken this thread first."""
+        stalls = (*self._found, (self._due, time.monotonic()))
+        return sum(max(0.0, min(end, last) - max(begin, first)) for first, last in stalls)
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self.PERIOD_S):
+            now = time.monotonic()
+            if now - self._due > self.PERIOD_S:
+                self._found.append((self._due, now))
+            self._due = now + self.PERIOD_S
+
+
 class Engine:
     """An engine worker on a thread of its own: one prompt after the other, until stopped.
 
@@ -73,6 +109,7 @@ class Engine:
         step_timeout_s: float,
         lookup_timeout_s: float,
         window: int,
+        stalls: Stalls,
         kept: Sequence[int] = (),
     ) -> None:
         self.counts = Counts()
@@ -80,7 +117,7 @@ class Engine:
         self.stored: deque[int] = deque(maxlen=4096)  #: the prompts whose passes ended well
         self.hit = threading.Event()  #: set at every hit, whose objects may have to be fetched from now on
         self.miss = threading.Event()  #: set at every miss, after which everything is computed and saved
-        self._seeds, self._step_timeout_s = seeds, step_timeout_s
+        self._seeds, self._step_timeout_s, self._stalls = seeds, step_timeout_s, stalls
         self._failed: deque[Run] = deque()
         self._kept = {f"kept-{seed}": self.worker.agent.chain(prompt(seed)) for seed in kept}
         self._stop = threading.Event()
@@ -134,10 +171,11 @@ class Engine:
             began = time.monotonic()
             outcome = step.wait_layer(layer)
             ended = time.monotonic()
-            if ended - began > counts.worst_wait:
-                counts.worst_wait = ended - began
+            stalled = self._stalls.within(began, ended)
+            if ended - began - stalled > counts.worst_wait:
+                counts.worst_wait = ended - began - stalled
                 counts.worst_wait_ended = outcome.failed[0].reason if outcome.failed else "ready"
-            counts.worst_past = max(counts.worst_past, ended - getattr(step, "deadline", ended))
+            counts.worst_past = max(counts.worst_past, ended - stalled - getattr(step, "deadline", ended))
             worker.note([run], outcome)
             if run.failed:
                 break
@@ -172,10 +210,10 @@ class Engine:
 
 class Load:
     """Two engines at one server: a `busy` one that saves and loads more than the arena holds, and a `steady` one with
-    prompts that stay in it, pinned.
+    prompts that stay in it, pinned, which waits as long as it takes.
 
     :param recent: the busy one asks for so many prompts again.
-    :param step_timeout_s: the deadline of each step's loads; the steady one's is :data:`STEADY_S` at least.
+    :param step_timeout_s: the deadline of each of the busy one's steps.
     :param window: of their sliding layers, in tokens; 0 = they have none.
     """
 
@@ -192,9 +230,11 @@ class Load:
 
         self._dice, self._never = random.Random(7), threading.Event()
         self.control = Control(endpoint, "observer")
-        self.busy = Engine(endpoint, "busy", busy, step_timeout_s, 0.5, window)
-        at_ease_s = max(STEADY_S, step_timeout_s)
-        self.steady = Engine(endpoint, "steady", lambda passes: -1 - passes % 2, at_ease_s, 5.0, window, (-1, -2))
+        self._stalls = Stalls()
+        self.busy = Engine(endpoint, "busy", busy, step_timeout_s, 0.5, window, self._stalls)
+        self.steady = Engine(
+            endpoint, "steady", lambda passes: -1 - passes % 2, PATIENCE_S, PATIENCE_S, window, self._stalls, (-1, -2)
+        )
         assert self.steady.more(4), "nothing is served"
         self._settled = (self.steady.counts.misses, self.steady.counts.failed)
 
@@ -235,14 +275,18 @@ class Load:
     def stop(self) -> tuple[Counts, Counts]:
         """What the busy and the steady engine have seen; asserts what must hold in every campaign.
 
-        :raises AssertionError: a byte was wrong, a transfer never ended, or the steady engine was disturbed.
+        :raises AssertionError: a byte was wrong, a transfer never ended, a wait long after its deadline, or the steady
+            engine has waited for what lies in the arena.
         """
         busy, steady = self.busy.stop(), self.steady.stop()
         self.control.close()
+        self._stalls.stop()
         for counts in (busy, steady):
             assert counts.wrong == 0, f"{counts.wrong} wrong bytes"
             assert counts.changed == 0, f"{counts.changed} bytes changed after their load had failed"
             assert counts.stuck == 0, f"{counts.stuck} passes never ended"
+            assert counts.worst_past < PAST_S, counts
+        assert steady.worst_wait < STEADY_S, steady
         return busy, steady
 
     def undisturbed(self) -> None:
