@@ -105,12 +105,13 @@ def parse_duration(option: str, text: str, *, plain: bool = True) -> float:
     :param option: what messages call it. :param plain: a number without a unit is seconds; else it is refused.
     :raises ConfigError: it is none of these, or no time.
     """
+    said = f"{option}{text}" if option.endswith("=") else f"{option} {text}"
     match = _DURATION.fullmatch(text.strip().lower())
     if match and not match[2] and not plain:
-        raise ConfigError(f"{option} {text}: seconds or milliseconds? Write {text}s or {text}ms")
+        raise ConfigError(f"{said}: seconds or milliseconds? Write {text}s or {text}ms")
     seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
     if not 0 < seconds <= MOST_SECONDS:
-        raise ConfigError(f'{option} {text}: write a time such as "90s", "20m" or "1h", at most 30 days')
+        raise ConfigError(f'{said}: write a time such as "90s", "20m" or "1h", at most 30 days')
     return seconds
 
 

@@ -130,7 +130,7 @@ def parse_aim(text: str) -> tuple[Aim, float | None]:
     name, given, target = text.partition("=")
     if name not in set(Aim) or (given and name == Aim.HIT_TOKENS):
         raise ConfigError(f"--goal {text}: use exposed_p99, exposed_p99=20ms, ttft_p99 or hit_tokens")
-    return Aim(name), parse_duration(f"--goal {name}", target, plain=False) if given else None
+    return Aim(name), parse_duration(f"--goal {name}=", target, plain=False) if given else None
 
 
 def _told(found: Found, wanted: Wanted, target: float | None, written: Sequence[Path]) -> Iterator[str]:

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from layerflow.flow.cost import ComputeCost, LinkCost
-from layerflow.sim.fit import MovedBatch, emulated_link, fit_compute, fit_link, slowdowns
+from layerflow.sim.fit import MovedBatch, Reach, compute_reach, emulated_link, fit_compute, fit_link, slowdowns
 from layerflow.sim.worker import LinkTimes
 
 
@@ -102,3 +102,23 @@ def test_a_layers_compute_comes_back():
     assert found.token == pytest.approx(cost.token, rel=1e-3)
     assert found.pair == pytest.approx(cost.pair, rel=1e-3)
     assert fit_compute(told[:2]) is None
+
+
+@pytest.mark.parametrize(
+    ("new", "known", "unknown"),
+    [
+        ([64] * 10, (128, 512), (129, 512)),  # of one size: not what a token takes
+        ([1] * 7 + [256] * 3, (4096, 900), (4097, 900)),
+        ([1] * 8 + [256] * 2, (2, 512), (3, 512)),  # two may have been the first ones, and slow
+        ([1, 4, 16, 64] * 4, (1024, 600), (1, 641)),  # further into a prompt than any was
+        ([5, 5], None, (1, 1)),
+    ],
+)
+def test_a_fit_is_asked_no_further_than_several_passes_reach(new, known, unknown):
+    cost = ComputeCost(2e-3, 1e-5, 0.0)
+    rows = [(tokens, 256, cost.layer_seconds(tokens, 256)) for tokens in new]
+    reach = compute_reach(rows, cost)
+    assert not reach.tells(*unknown) and (known is None or reach.tells(*known))
+    assert compute_reach(rows, None) == Reach()
+    strange = [(tokens, context, seconds * 9) for tokens, context, seconds in rows]
+    assert compute_reach(strange, cost) == Reach(), "the fit explains none of them"

@@ -98,6 +98,10 @@ def test_a_curve_on_the_terminal_as_json_and_as_a_page(trace, model, tmp_path):
     told = json.loads(simulate(*curve[:-1], "64GiB", "--json").stdout)
     assert told["everything_hits_share"] == told["points"][-1]["hit_share"] and not told["larger_hits_more"]
     assert "sample less thinly" in refused(*curve, "--sample", "4")
+    few = refused(*curve[:-1], "1MiB", "--sample", "4096")
+    assert "one in 4096 chunks of trace.jsonl are 0: at least" in few, "and not the size, which could be raised"
+    small = json.loads(simulate(*curve[:-1], "256KiB", "--json", "-").stdout)
+    assert [point["pool_size_bytes"] >> 10 for point in small["points"]] == [64, 128, 256], "no pool is smaller"
     for timed in (("--link", "1GB/s"), ("--link-latency-us", "3"), ("--step-ms", "3"), ("--seed", "1")):
         assert f"{timed[0]}: tells of times" in refused(*curve, *timed)
 
@@ -167,6 +171,86 @@ def test_a_recording_is_timed_and_another_configuration_beside_it(tmp_path):
     assert "nothing is predicted of another configuration" in refused(cut, "--ram", "1MiB")
 
 
+def replayed(path, *change):
+    told = json.loads(simulate(str(path), *change, "--json", "-").stdout)
+    assert told["trust"]["trusted"], told["trust"]["against"]
+    return told
+
+
+@pytest.mark.parametrize(
+    ("change", "failed"),
+    [
+        (("transfer.step_timeout_ms=1",), 40),
+        (("transfer.step_timeout_ms=1", "transfer.mode=bulk"), 40),
+        (("pool.size=64KiB",), 0),
+    ],
+)
+def test_no_prefill_is_predicted_where_prompts_compute_what_none_did(change, failed, tmp_path):
+    """Every prompt had hit but for a token; now none does, and what 512 tokens take nobody has seen."""
+    machine = KnownMachine(stored=set(range(8)))
+    for _ in range(40):
+        machine.serve(range(8))
+    path = machine.write(tmp_path / "x.lfr")
+    given = [word for each in change for word in ("--set", each)]
+    told = replayed(path, *given)
+    assert told["own"]["hit_share"] > 0.9 and told["other"]["failed_loads"] == failed
+    assert (told["other"]["guessed_prompts"], told["other"]["guessed_most_tokens"]) == (40, 512)
+    assert set(told["other"]["prefill"].values()) == {None}
+    exposed = told["other"]["exposed_per_step"]["p50_ms"]
+    assert exposed is None if len(given) > 2 or not failed else exposed >= 1
+    shown = simulate(str(path), *given).stdout
+    assert "Of 40 of 40 prompts (other) up to 512 tokens are computed at once." in shown
+    assert ("What waits for a load that fails" in shown) == bool(failed)
+    assert max(map(len, shown.splitlines())) <= 80
+    slower = replayed(path, "--link", "50MB/s")["other"]
+    assert not slower["guessed_prompts"] and slower["prefill"]["p50_ms"] > 0
+
+
+def test_what_several_steps_tell_is_predicted_and_stored_again(tmp_path):
+    """Three prompts were computed, so that what a token takes is known. What is lost now is computed and saved, as
+    engines do."""
+    machine = KnownMachine()
+    for turn in range(50):
+        machine.serve(range(8 * (turn % 3), 8 * (turn % 3) + 8))
+    path = machine.write(tmp_path / "x.lfr")
+    lost = replayed(path, "--ram", "64KiB")["other"]
+    assert lost["hit_share"] == 0 and not lost["guessed_prompts"]
+    computed_ms = 4 * (machine.fixed_s + 512 * machine.token_s) * 1e3
+    assert lost["prefill"]["p50_ms"] == pytest.approx(computed_ms, rel=0.02)
+    assert lost["objects_without_room"] == 50 * 8, "all that is computed is to be saved"
+    small = replayed(path, "--ram", "5MiB")["other"]
+    curve = json.loads(simulate(str(path), "--curve", "pool.size", "--ram", "5MiB", "--json", "-").stdout)
+    assert 0 < small["hit_share"] < 0.9
+    assert small["hit_share"] == pytest.approx(curve["points"][-1]["hit_share"], abs=0.02)
+
+
+def test_a_guess_about_few_prompts_hides_no_median(tmp_path):
+    machine = KnownMachine(bandwidth=1e9)
+    for turn in range(60):
+        machine.serve(range(2 + turn % 3))
+    for _ in range(2):
+        machine.serve(range(60))
+    told = replayed(machine.write(tmp_path / "x.lfr"), "--set", "transfer.step_timeout_ms=5")
+    assert (told["other"]["failed_loads"], told["other"]["guessed_prompts"]) == (1, 1)
+    assert told["other"]["prefill"]["p50_ms"] == told["own"]["prefill"]["p50_ms"]
+    assert told["other"]["prefill"]["p99_ms"] is told["other"]["prefill"]["mean_ms"] is None
+
+
+def test_keys_that_no_replay_takes_are_named(tmp_path):
+    machine = KnownMachine()
+    for _ in range(40):
+        machine.serve(range(8))
+    path = str(machine.write(tmp_path / "x.lfr"))
+    told = json.loads(simulate(path, "--set", "server.max_sessions=9", "--json", "-").stdout)
+    assert told["not_simulated"] == ["server.max_sessions"]
+    told = json.loads(
+        simulate(path, "--set", "pool.disk.path=/x", "--set", "server.max_deadline_s=99", "--json").stdout
+    )
+    assert told["not_simulated"] == ["pool.disk.path", "server.max_deadline_s"] and told["other"] == told["own"]
+    shown = simulate(path, "--set", "server.max_sessions=9", "--set", "pool.lease_share=0.3").stdout
+    assert shown.endswith("without effect here:\n  server.max_sessions\n")
+
+
 def _last(machine, prompts):
     """How long its last so many prompts took, and half of the idle second before them."""
     asked = [record.at for record in machine.records if isinstance(record, LookedUp)]
@@ -185,7 +269,7 @@ def test_refuses_in_one_line(trace, model, tmp_path):
         for value in ("inf", "nan", "1e300"):
             assert option in refused(trace, "--model", model, "--link", "25GB/s", option, value)
     assert "keep one" in refused(trace, "--model", model, *MACHINE, "--set", "pool.size=1GiB", "--ram", "2GiB")
-    assert "cannot be read" in refused(str(tmp_path / "none"), "--model", model, *MACHINE)
+    assert "cannot be read: No such file" in refused(str(tmp_path / "none"), "--model", model, *MACHINE)
     assert "cannot be read" in refused(str(tmp_path / "none")), "and not which model it has"
     empty = tmp_path / "empty.lfr"
     assert "No such file" in refused(str(empty))

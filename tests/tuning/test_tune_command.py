@@ -249,11 +249,14 @@ def test_a_server_that_goes_away_cuts_it_short(tmp_path: Path, monkeypatch: pyte
     ("text", "args", "words"),
     [
         (GOOD + '[pool]\nbackend = "disk"\n[pool.disk]\npath = "/x"\n', (), "pool.backend"),
+        (GOOD + "[pool]\nlease_share = 0.125\n", (), "-> 0.125); let the tried settings have what the server has"),
+        (GOOD + "[pool]\nlease_share = 0.125\n", (), "wrong.toml"),
         (BAD, (), "changes nothing"),
         ("[transfer]\nprefetch_layer = 4\n", (), "did you mean transfer.prefetch_layers?"),
         (GOOD, ("--goal", "ttft_p99"), "does not see first tokens"),
         (GOOD, ("--goal", "speed"), "use exposed, exposed_p99"),
         (GOOD, ("--goal", "exposed_p99=20"), "seconds or milliseconds?"),
+        (GOOD, ("--goal", "exposed_p99=abc"), "--goal exposed_p99=abc: write a time"),
         (GOOD, ("--for", "10s", "--window", "5s"), "at least 5 pairs"),
     ],
 )

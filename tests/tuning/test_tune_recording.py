@@ -115,6 +115,33 @@ def test_no_smaller_batches_and_windows_are_tried_than_were_recorded(tmp_path: P
     assert "transfer.max_transfer_blocks" not in tried and "transfer.max_transfer_blocks" in said
 
 
+def test_settings_that_compute_what_no_recorded_step_did_are_a_guess(tmp_path: Path) -> None:
+    """Every prompt hit but for a token: nobody has seen what losing that costs."""
+    machine = KnownMachine(stored=set(range(8)))
+    for _ in range(40):
+        machine.serve(range(8))
+    file = tmp_path / "layerflow.toml"
+    file.write_text('[transfer]\nmode = "layerwise"\n')
+    trace = machine.write(tmp_path / "x.lfr")
+    judge = RecordedJudge(Replay.read(trace), file)
+    assert not judge.judge({"transfer.prefetch_layers": 1}).guess
+    assert judge.judge({"pool.size": 64 << 10}).guess.startswith("40 of 40 prompts would compute up to 512 tokens")
+
+
+def test_a_file_that_loses_every_hit_can_be_tuned_by_what_is_known(tmp_path: Path) -> None:
+    """What its misses take is not: its pool is grown by the hits, and nothing is said of first tokens."""
+    machine = KnownMachine(stored=set(range(8)))
+    for _ in range(120):
+        machine.serve(range(8))
+    file, trace = tmp_path / "layerflow.toml", machine.write(tmp_path / "x.lfr")
+    file.write_text('[transfer]\nmode = "layerwise"\n[pool]\nsize = "512KiB"\n')
+    asked = ("tune", str(trace), "--config", str(file), "--also", "pool.size")
+    told = json.loads(invoke(*asked, "--goal", "hit_tokens", "--json", "-").stdout)
+    assert [change["key"] for change in told["changes"]] == ["pool.size"] and told["after_share"] > 0.9
+    refused = invoke(*asked, "--goal", "ttft_p99")
+    assert refused.exit_code == 2 and "under the file as it is: 120 of 120 prompts" in refused.stderr
+
+
 def test_a_fit_that_is_off_is_told_and_one_that_misses_a_median_recommends_no_other_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -213,9 +213,11 @@ def simulate(
 def _replay(
     replay: Replay, file: Path | None, given: dict[str, Any], link: OtherLink | None, json_file: Path | None
 ) -> None:
-    from layerflow_cli.replay_view import show_replay  # noqa: PLC0415
+    from layerflow.sim.replay import shows  # noqa: PLC0415
+    from layerflow_cli.replay_view import Other, show_replay  # noqa: PLC0415
 
-    show_replay(replay, replay.configured(file, given) if file is not None or given else None, link, json_file)
+    settings = replay.configured(file, given) if file is not None or given else None
+    show_replay(replay, Other(settings, link, tuple(key for key in sorted(given) if not shows(key))), json_file)
 
 
 def _other_link(rate: str | None, latency_us: float | None) -> OtherLink | None:
@@ -287,14 +289,16 @@ class CurveOutput(NamedTuple):
 def _curve(
     trace: RequestTrace, spec: ModelSpec, largest: int, output: CurveOutput, recorded: RecordedPrompts | None = None
 ) -> None:
+    from layerflow.config.pool import LEAST_POOL_BYTES  # noqa: PLC0415
     from layerflow.findings import size_text  # noqa: PLC0415
     from layerflow.sim.curve import NEAR_BEST, hit_curve, knee, least_arena, most_hit  # noqa: PLC0415
     from layerflow.sim.simulation import EVICTIONS  # noqa: PLC0415
     from layerflow_cli.output import progress, write_json  # noqa: PLC0415
 
-    least = least_arena(spec, output.sample)
+    least = max(LEAST_POOL_BYTES, least_arena(spec, output.sample))
     sizes = [size for power in reversed(range(CURVE_SIZES)) if (size := largest >> power) >= least]
     if not sizes:
+        next(hit_curve(trace, spec, [], sample=output.sample), None)  # one too thin for any size says so
         raise ConfigError(f"--sample {output.sample}: tells of no size below {size_text(least)}; sample less thinly")
     own = [recorded.arena_bytes] if recorded is not None else []
     points: list[CurvePoint] = []

@@ -146,7 +146,7 @@ def parse_goal(text: str) -> tuple[Goal, float | None]:
         raise ConfigError("--goal ttft_p99: a server does not see first tokens; verify by exposed_p99")
     if name not in set(Goal) or (given and name != Goal.EXPOSED_P99):
         raise ConfigError(f"--goal {text}: use exposed, exposed_p99, exposed_p99=20ms or hit_tokens")
-    return Goal(name), parse_duration("--goal exposed_p99", target, plain=False) if given else None
+    return Goal(name), parse_duration("--goal exposed_p99=", target, plain=False) if given else None
 
 
 def _verify(
@@ -159,6 +159,7 @@ def _verify(
     json_file: Path | None,
 ) -> Report:
     from layerflow.agent.control import Control  # noqa: PLC0415 - pulls zmq in
+    from layerflow.errors import RemoteError  # noqa: PLC0415
     from layerflow.tuning.verify import Report, timing, verify  # noqa: PLC0415
     from layerflow_cli.output import console, folded  # noqa: PLC0415
 
@@ -169,7 +170,10 @@ def _verify(
     control = Control(endpoint, engine="tune --verify")
     screen = console(stderr=True)
     try:
-        dry = control.try_settings(content, seconds=1.0, dry=True)
+        try:
+            dry = control.try_settings(content, seconds=1.0, dry=True)
+        except RemoteError as error:
+            raise ConfigError(f"{path}: {error.message}") from None
         changes, lost = dry["changes"], dry.get("overruled", {})
         without = f"without effect here: {_overruled(lost)}" if lost else ""
         if not changes:
@@ -202,8 +206,13 @@ def _verify(
 
 def _read(path: Path) -> bytes:
     from layerflow.config.settings import Settings  # noqa: PLC0415 - `--help` stays quick
+    from layerflow.sim.recorded import is_recording  # noqa: PLC0415
     from layerflow.wire.messages import MAX_SETTINGS_BYTES  # noqa: PLC0415
 
+    if is_recording(path):
+        raise ConfigError(
+            f"{path}: is a recording; --verify tries the file that `layerflow tune {path} -o FILE` writes"
+        )
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -248,12 +257,18 @@ def _told(report: Report, told: dict[str, Any], path: Path) -> Iterator[str]:
     if any(row["pairs"] for row in told["figures"].values()):
         yield from _table(told)
         yield ""
-    yield from textwrap.wrap(f"{path}: {report.verdict.value}: {report.reason}.", _WIDTH, break_on_hyphens=False)
+    end = "" if report.reason.endswith(("?", "!", ".")) else "."
+    yield from textwrap.wrap(f"{path}: {report.verdict.value}: {report.reason}{end}", _WIDTH, break_on_hyphens=False)
     if report.as_before:
         yield "The server holds its own file's settings; the file is as it was."
     elif report.gone:
         yield "The server did not answer at the end: it goes back to its own file's settings"
         yield "as soon as it notices that this command has left."
+    elif report.other:
+        yield "Another client tries settings on the server now."
+    else:
+        yield "The server holds what its file says now; if it refuses that, `layerflow status`"
+        yield "says why, and what it held before holds on."
 
 
 def _table(told: dict[str, Any]) -> Iterator[str]:
@@ -274,9 +289,9 @@ def _table(told: dict[str, Any]) -> Iterator[str]:
 
 
 def _changes(changes: dict[str, Any]) -> str:
-    from layerflow_cli.output import quantity  # noqa: PLC0415
+    from layerflow.tuning.edit import as_toml  # noqa: PLC0415
 
-    return ", ".join(f"{key} = {' '.join(quantity(key, value)).strip()}" for key, value in changes.items())
+    return ", ".join(f"{key} = {as_toml(key, value)}" for key, value in changes.items())
 
 
 def _overruled(lost: Mapping[str, str]) -> str:

@@ -12,6 +12,7 @@ from layerflow.system import machine
 
 MEMORY = "memory"
 """The backend that is none: the arena is all there is, unless a section chooses its backend by itself."""
+LEAST_POOL_BYTES = 64 << 10
 _DAY_MS = 86_400_000
 
 
@@ -32,7 +33,7 @@ class _OwnPoolSettings(Section):
         default_pool_bytes,
         "Bytes of the arena.",
         unit="bytes",
-        ge=64 << 10,
+        ge=LEAST_POOL_BYTES,
         default_text="a quarter of this machine's memory, or of its control group's limit",
     )
     warm: bool = setting(True, "Touch the arena's pages in the background at start, so that no transfer pays for them.")

@@ -79,10 +79,10 @@ def effective_rows(settings: BaseModel, origin: Mapping[str, str]) -> list[Effec
     return rows
 
 
-def changed(old: BaseModel, new: BaseModel) -> tuple[dict[str, Any], dict[str, tuple[Any, Any]]]:
-    """What differs: live keys with their new value, other keys with (old, new) as shown to people."""
+def changed(old: BaseModel, new: BaseModel) -> tuple[dict[str, Any], dict[str, str]]:
+    """What differs: live keys with their new value, other keys with the old and the new one as shown to people."""
     live: dict[str, Any] = {}
-    fixed: dict[str, tuple[Any, Any]] = {}
+    fixed: dict[str, str] = {}
     for name, section in sections(type(old)).items():
         before, after = attrgetter(name)(old), attrgetter(name)(new)
         for key in own_keys(section):
@@ -93,20 +93,30 @@ def changed(old: BaseModel, new: BaseModel) -> tuple[dict[str, Any], dict[str, t
             if noted.get("live"):
                 live[f"{name}.{key}"] = pair[1]
             else:
-                shown = tuple(format_size(value) if noted.get("unit") == "bytes" else value for value in pair)
-                fixed[f"{name}.{key}"] = ("***", "***") if noted.get("secret") else (shown[0], shown[1])
+                fixed[f"{name}.{key}"] = "*** -> ***" if noted.get("secret") else _shown(section, key, pair)
     return live, fixed
 
 
-def live_only(old: BaseModel, new: BaseModel) -> dict[str, Any]:
+def _shown(section: type[BaseModel], key: str, pair: tuple[Any, Any]) -> str:
+    size = marks(section, key).get("unit") == "bytes"
+    before, after = (format_size(value) if size else value for value in pair)
+    default = section.model_fields[key].get_default(call_default_factory=True, validated_data={})
+    return f"{before} -> {after}" + (", its default" if pair[1] == default else "")
+
+
+RESTART = "restart layerflow, the old values stay until then"
+
+
+def live_only(old: BaseModel, new: BaseModel, advice: str = RESTART) -> dict[str, Any]:
     """The changed live keys.
 
+    :param advice: what to do about others.
     :raises ConfigError: naming every changed key that needs a restart.
     """
     live, fixed = changed(old, new)
     if fixed:
-        listed = ", ".join(f"{key} ({before} -> {after})" for key, (before, after) in fixed.items())
-        raise ConfigError(f"cannot change while running: {listed}; restart layerflow, the old values stay until then")
+        listed = ", ".join(f"{key} ({shown})" for key, shown in fixed.items())
+        raise ConfigError(f"cannot change while running: {listed}; {advice}")
     return live
 
 

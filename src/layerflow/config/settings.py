@@ -30,7 +30,7 @@ from layerflow.config.fields import (
 from layerflow.config.peers import PeersSettings
 from layerflow.config.pool import PoolSettings
 from layerflow.config.proxy import ProxySettings
-from layerflow.config.reference import EffectiveRow, ReferenceRow, effective_rows, live_only, reference_rows
+from layerflow.config.reference import RESTART, EffectiveRow, ReferenceRow, effective_rows, live_only, reference_rows
 from layerflow.config.sources import (
     ALIASES,
     Source,
@@ -525,14 +525,15 @@ def overruled(path: Path, overrides: Mapping[str, Any], loaded: Settings, conten
     return found
 
 
-def live_changes(old: Settings, new: Settings) -> dict[str, Any]:
+def live_changes(old: Settings, new: Settings, advice: str = RESTART) -> dict[str, Any]:
     """The live keys that differ, ``{"transfer.prefetch_layers": 3}``; empty if nothing does.
 
     A server takes no part in ``[proxy]``, which may stand in the same file: what changes there is not its business.
 
-    :raises ConfigError: if keys that need a restart differ, naming them; nothing may be applied then.
+    :param advice: what to do about keys that need a restart.
+    :raises ConfigError: if such keys differ, naming them; nothing may be applied then.
     """
-    return live_only(old, new.model_copy(update={"proxy": old.proxy}))
+    return live_only(old, new.model_copy(update={"proxy": old.proxy}), advice)
 
 
 def reference() -> list[ReferenceRow]:

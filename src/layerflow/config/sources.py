@@ -365,7 +365,7 @@ def _closest(model: type[BaseModel], section: str, bare: str) -> str:
 
     if section in tables and (found := near(bare, own_keys(tables[section]))):
         return f"{section}.{found}"
-    if bare not in by_key and (found := near(place, by_table)):
+    if bare not in by_key and (found := near(place, by_table)) and by_table[found] != section:
         return by_table[found]
     same = by_key.get(bare) or by_key.get(near(bare, by_key), [])
     return max(same, key=lambda key: difflib.SequenceMatcher(None, place, key).ratio(), default="")

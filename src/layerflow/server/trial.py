@@ -127,7 +127,7 @@ class Trials:
         assert self._settings is not None
         held = self._settings
         wanted = held if loaded is None else loaded.model_copy(update={name: getattr(held, name) for name in KEPT})
-        changes = live_changes(held, wanted)
+        changes = live_changes(held, wanted, "let the tried settings have what the server has of them")
         if gone() or message.dry:
             return self.status() | {"changes": _all_shown(changes), "overruled": lost}
         file.apply(wanted)

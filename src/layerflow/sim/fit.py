@@ -36,6 +36,13 @@ USUAL = 0.95
 FAR_OFF = 3.0
 """Times."""
 
+VARIED = 4
+"""Passes that compute so many times as many tokens as others do tell apart what a pass takes and what a token does."""
+RATE_REACHES = 16
+"""What so many times the tokens take follows from a token's own time. An engine may spread them over several passes."""
+ALL_REACHES = 2
+"""From passes of one size, only what about as many tokens take, and likewise only what about as long contexts do."""
+
 _NOTHING = 1e-9
 _INSTANT = 5e-6
 _RESOLUTION = 1.5e-6  # spans are told in microseconds
@@ -150,6 +157,38 @@ def fit_compute(layers: Iterable[tuple[int, int, float]]) -> ComputeCost | None:
     ]
     found = least_relative_error(rows, preferred=1)
     return ComputeCost(*found) if found is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What a fitted compute can be asked. Beyond it the answer is a guess.
+
+    :param tokens: that a pass computes, at most. :param context: the last of them is so far into its prompt, at most.
+    """
+
+    tokens: int = 0
+    context: int = 0
+
+    def tells(self, tokens: int, context: int) -> bool:
+        """Is what such a pass takes known?"""
+        return tokens <= self.tokens and context <= self.context
+
+
+def compute_reach(layers: Sequence[tuple[int, int, float]], fitted: ComputeCost | None) -> Reach:
+    """What the fit of these (see :func:`fit_compute`) can be asked: as far as several of those reach that it explains.
+
+    :param fitted: None = nothing.
+    """
+    explained = [
+        (new, new + context)
+        for new, context, seconds in layers
+        if fitted is not None and new > 0 and seconds / FAR_OFF < fitted.layer_seconds(new, context) < seconds * FAR_OFF
+    ]
+    if len(explained) < LEAST:
+        return Reach()
+    tokens, contexts = (sorted(each) for each in zip(*explained, strict=True))
+    few, many = tokens[LEAST - 1], tokens[-LEAST]
+    return Reach(many * (RATE_REACHES if many >= VARIED * few else ALL_REACHES), contexts[-LEAST] * ALL_REACHES)
 
 
 def layer_shares(passes: Iterable[Sequence[float]], count: int) -> tuple[float, ...]:

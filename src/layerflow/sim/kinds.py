@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from layerflow.errors import ConfigError
-from layerflow.spec import ModelSpec
+from layerflow.spec import GroupSpec, ModelSpec
 
 SIMULATED = ("full", "mla")
 
@@ -13,9 +13,13 @@ def refuse_kinds(spec: ModelSpec) -> None:
 
     :raises ConfigError: naming what the model has.
     """
-    others = sorted({group.kind for group in spec.groups if group.kind not in SIMULATED or group.ratio > 1})
+    others = sorted({_what(group) for group in spec.groups if group.kind not in SIMULATED or group.ratio > 1})
     if others:
         raise ConfigError(
-            f"model {spec.name!r} has caches that are not simulated yet ({', '.join(others)}): of the kinds "
-            f"{' and '.join(SIMULATED)} alone"
+            f"model {spec.name!r} has caches that are not simulated yet ({', '.join(others)}): only "
+            f"{' and '.join(SIMULATED)} are, with a row for each token"
         )
+
+
+def _what(group: GroupSpec) -> str:
+    return f"{group.kind} with a row for every {group.ratio} tokens" if group.ratio > 1 else group.kind

@@ -17,10 +17,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
 from layerflow.config.settings import Settings
+from layerflow.config.sources import known_keys
 from layerflow.sim.recorded import RecordedRun, last_pass, read_run
 from layerflow.sim.rerun import Fitted, OtherLink, ReplayFigures, Rerun, Sample
 
@@ -75,6 +77,9 @@ _OF_EMULATED: Final = frozenset({"pool.link_gbps", "pool.link_latency_us"})
 
 BOUND: Final = "server.max_deadline_s"
 """The longest that recorded deadlines of transfers may be: without it they may be refused."""
+
+REPLAYED: Final = ("pool", "transfer")
+"""The sections of which a replay shows something."""
 
 FEW: Final = 10
 """Evictions, shed saves and steps with loads that differ by no more do not differ."""
@@ -188,6 +193,7 @@ class Replay:
             evictions=samples[-1].evictions - samples[0].evictions if samples else 0,
             sheds=samples[-1].shed - samples[0].shed if samples else 0,
             failed_loads=self.run.failed_loads,
+            full=None,
         )
 
     @cached_property
@@ -247,7 +253,7 @@ class Replay:
             f"{section}.{key}": value
             for section, keys in self.run.sections.items()
             for key, value in keys.items()
-            if section in {"pool", "transfer"} or f"{section}.{key}" == BOUND
+            if shows(f"{section}.{key}") or f"{section}.{key}" == BOUND
         }
         return Settings.load(None, {**recorded, **given})
 
@@ -259,12 +265,10 @@ class Replay:
         """
         judged = JUDGED if settings.pool.link_gbps else JUDGED - _OF_EMULATED
         found = {}
-        for section in ("pool", "transfer"):
-            one, other = getattr(self.settings, section), getattr(settings, section)
-            for key in sorted(type(other).model_fields):
-                was, says = getattr(one, key), getattr(other, key)
-                if was != says and f"{section}.{key}" not in judged:
-                    found[f"{section}.{key}"] = (was, says)
+        for key in sorted(known_keys(Settings)):
+            was, says = (attrgetter(key)(each) for each in (self.settings, settings))
+            if was != says and shows(key) and key not in judged:
+                found[key] = (was, says)
         return found
 
     def under(
@@ -293,6 +297,11 @@ class Replay:
             residuals=residuals,
             validate=validate,
         ).figures()
+
+
+def shows(key: str) -> bool:
+    """May ``section.key`` have an effect on a replay?"""
+    return key.startswith(tuple(f"{section}." for section in REPLAYED))
 
 
 _COUNTS: Final[Sequence[tuple[str, int, Callable[[ReplayFigures], int]]]] = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import itertools
 import math
 import statistics
 from array import array
@@ -27,7 +28,17 @@ from layerflow.recording.format import PartSeen
 from layerflow.server.terms import limits_of, terms_of
 from layerflow.sim.arena import SimulatedArena, SimulatedHeaders
 from layerflow.sim.clock import VirtualClock
-from layerflow.sim.fit import MovedBatch, emulated_link, fit_compute, fit_link, lateness, layer_shares, slowdowns
+from layerflow.sim.fit import (
+    MovedBatch,
+    Reach,
+    compute_reach,
+    emulated_link,
+    fit_compute,
+    fit_link,
+    lateness,
+    layer_shares,
+    slowdowns,
+)
 from layerflow.sim.forward import ForwardPass
 from layerflow.sim.recorded import RecordedEngine, RecordedPass, RecordedPrompt, RecordedRun, digests, last_pass
 from layerflow.sim.server import ROOT, Failed, SimulatedServer, WantedLoad, blocks_of
@@ -35,6 +46,11 @@ from layerflow.sim.simulation import Distribution
 from layerflow.sim.trace import numbered_digest
 from layerflow.sim.worker import LinkTimes, LoadNoise, SimulatedLink, SimulatedLoads, SimulatedWorker, by_layer
 from layerflow.spec import ModelSpec
+
+UNTOLD: Final = 0.01
+"""Where so large a share of the prompts took what is a guess, neither their p99 nor their mean is told."""
+MEDIAN_UNTOLD: Final = 0.05
+"""Nor their median."""
 
 _COLD: Final = 1 << 48
 """Numbers of chunks from here on stand for what nobody asks for."""
@@ -63,6 +79,9 @@ class ReplayFigures:
     :param hit_tokens: of each prompt, the tokens that could be loaded. :param tokens: of all prompts together.
     :param evictions: between the recording's first and last look at the pool.
     :param sheds: saves given up because too much waited. :param failed_loads: loads that were computed instead.
+    :param full: objects that were not saved because there was no room; None = not recorded.
+    :param guessed: timed prompts in a pass that computed more than it did, and what that takes is not known.
+    :param guessed_tokens: the most that such a pass computed.
     """
 
     exposed_s: tuple[Sample, ...]
@@ -72,6 +91,14 @@ class ReplayFigures:
     evictions: int
     sheds: int
     failed_loads: int
+    full: int | None
+    guessed: int = 0
+    guessed_tokens: int = 0
+
+    @property
+    def guessed_share(self) -> float:
+        """Of the prompts with times."""
+        return self.guessed / len(self.prefill_s) if self.prefill_s else 0.0
 
     @property
     def hits(self) -> int:
@@ -101,6 +128,7 @@ class Fitted:
     :param begin: zero of the virtual clock, in seconds of the recording's.
     :param load: what a load takes; :param save: and a save. One that was never seen is as the other.
     :param compute: of the mean layer; None = not known.
+    :param reach: what `compute` can be asked.
     :param shares: by layer, what it computes, as a share of the mean one.
     :param noise: by engine, rank and pass, how its loads went beside that; see :meth:`calibrate`.
     :param notice_s: how long after a layer's last byte a wait for it ends, where none was recorded.
@@ -112,6 +140,7 @@ class Fitted:
     load: LinkTimes
     save: LinkTimes
     compute: ComputeCost | None
+    reach: Reach
     shares: tuple[float, ...]
     noise: Mapping[tuple[int, int], Mapping[int, LoadNoise]]
     notice_s: float
@@ -151,11 +180,14 @@ class Fitted:
                     of_rank[number] = _noise(load, batches, opened)
                     lags.append(min(batch.began for batch in batches) - opened)
         notices = array("d", (seconds for each in passes for seconds in each.times.notice_s))
+        computed = [(*each.work, each.layer_s) for each in passes]
+        compute = fit_compute(computed)
         return cls(
             min([prompt.at for prompt in run.prompts] + [each.opened for each in passes]),
             load,
             save or known,
-            fit_compute((*each.work, each.layer_s) for each in passes),
+            compute,
+            compute_reach(computed, compute),
             layer_shares((each.layers for each in passes[::every]), run.spec.num_layers),
             noise,
             statistics.median(notices) if notices else 0.0,
@@ -344,6 +376,7 @@ class Rerun:
         self.exposed: list[Sample] = []
         self.prefill: list[Sample] = []
         self.hits: list[Sample] = []
+        self.guessed: dict[ReplayedPrompt, int] = {}
         self._evictions: list[int] = []
         self._validate = validate
         self.one_by_one = len(run.engines) == 1 and run.engines[0].one_by_one
@@ -394,6 +427,9 @@ class Rerun:
             evictions=self._evictions[-1] - self._evictions[0] if self._evictions else 0,
             sheds=self.server.flow.statistics().shed_parts,
             failed_loads=self.server.failed_loads,
+            full=self.server.full,
+            guessed=len(self.guessed),
+            guessed_tokens=max(self.guessed.values(), default=0),
         )
 
     def _fill(self) -> None:
@@ -470,6 +506,11 @@ class ReplayedPrompt:
         """The tokens that it computes besides, because they are not loaded."""
         return (self.have, self.had) if self.have < self.had and place is next(iter(self.ranges), None) else (0, 0)
 
+    def whole_again(self, place: RecordedPass, chunk: int) -> slice:
+        """The chunks that it computes to their end there and did not compute from their beginning."""
+        first, behind = self.more(place)
+        return slice(first // chunk, self.left(place)[1] // chunk) if behind else slice(0)
+
 
 def _prompt_of(prompt: RecordedPrompt, spec: ModelSpec) -> ReplayedPrompt:
     chunk = spec.chunk_tokens
@@ -541,6 +582,7 @@ class _ReplayedEngine:
         for worker in workers.values():
             self._server.attach(worker)
         self._one_by_one = engine.one_by_one
+        self._saves_at_all = any(step.saves for each in engine.passes for step in each.ranks.values())
         self._prompts = {prompt: _prompt_of(prompt, self._spec) for prompt in engine.prompts}
         self._numbers = 0
         self._ended = 0.0
@@ -798,7 +840,9 @@ class _ReplayedEngine:
         yield self._clock.now + max(0.0, each.began - each.opened)
         forward.begin()
         yield None
-        again = sum(self._recomputed(prompt) for prompt in loading if prompt.failed)
+        lost = [prompt for prompt in mine if prompt.failed]
+        self._note_guess(each, mine, lost)
+        again = sum(map(self._recomputed, lost))
         if again:
             yield self._clock.now + again
         for worker in forward.opened:
@@ -849,6 +893,20 @@ class _ReplayedEngine:
         """How long each layer computes where the mean one takes so long."""
         return [mean_s * share for share in self._fitted.shares]
 
+    def _note_guess(self, each: RecordedPass, mine: Sequence[ReplayedPrompt], lost: Sequence[ReplayedPrompt]) -> None:
+        """Note the prompts of a pass that computes more than it did, where it is not known what that takes.
+
+        :param lost: those whose hit is computed because its load has failed.
+        """
+        here = [prompt for prompt in mine if each in prompt.ranges]
+        again = sum(prompt.hit - prompt.start for prompt in lost)
+        if not again and not any(prompt.more(each)[1] for prompt in here):
+            return
+        tokens = sum(_amount(prompt, each) for prompt in here) + again
+        context = max(prompt.recorded.tokens for prompt in (*here, *lost))
+        if not self._fitted.reach.tells(tokens, context):
+            self._rerun.guessed |= {prompt: tokens for prompt in mine if prompt.recorded.timed}
+
     def _recomputed(self, prompt: ReplayedPrompt) -> float:
         """How long it takes to compute a hit whose load has failed."""
         prompt.failed = False
@@ -858,35 +916,36 @@ class _ReplayedEngine:
     def _saves(
         self, each: RecordedPass, rank: int, mine: Sequence[ReplayedPrompt]
     ) -> list[tuple[str, int, list[NewObject]]]:
-        """What a rank saves in a pass: what it did, less what is hit now, and what is not hit any more."""
+        """What a rank saves in a pass: what it did, less what is hit now, and what is not hit any more.
+
+        An engine that has saved nothing at all goes on so.
+        """
         step = each.ranks.get(rank)
-        if step is None:
-            return []
         spec, shard = self._spec, self._workers[rank].spec.shard
         chunk = spec.chunk_tokens
-        by_number = {prompt.recorded.number: prompt for prompt in mine}
+        recorded = {(part.request, part.group): part for part in step.saves} if step is not None else {}
         saves: list[tuple[str, int, list[NewObject]]] = []
-        for part in step.saves:
-            prompt = by_number[part.request]
-            numbers, group = prompt.recorded.numbers, spec.groups[part.group]
-            places = {number: place for place, number in enumerate(numbers)}
-            first, behind = prompt.more(each)
-            full = len(group.rules.keep(chunk))
-            rows = [(number, full, chunk) for number in numbers[first // chunk : behind // chunk]]
-            rows += [
+        for prompt, place in itertools.product(mine if self._saves_at_all else (), range(len(spec.groups))):
+            part = recorded.get((prompt.recorded.number, place))
+            numbers, group = prompt.recorded.numbers, spec.groups[place]
+            places = {number: at for at, number in enumerate(numbers)}
+            again, full = prompt.whole_again(each, chunk), len(group.rules.keep(chunk))
+            rows = [
                 row
-                for row in zip(part.chunks, part.blocks, part.tokens, strict=True)
+                for row in (zip(part.chunks, part.blocks, part.tokens, strict=True) if part is not None else ())
                 if places.get(row[0], len(numbers)) * chunk >= prompt.have - prompt.have % chunk
             ]
+            did = {row[0] for row in rows}
+            rows[:0] = [(number, full, chunk) for number in numbers[again] if number not in did]
             objects = []
             for number, blocks, tokens in rows:
                 at = places.get(number, 0)
                 above = numbered_digest(numbers[at - 1]) if at else ROOT
-                key, parent = object_keys((numbered_digest(number), above), (part.group,), (shard,))
+                key, parent = object_keys((numbered_digest(number), above), (place,), (shard,))
                 nbytes = object_bytes(group, blocks)
                 objects.append(NewObject(key, nbytes, blocks, tokens, parent if tokens < chunk else b""))
             if objects:
-                saves.append((_name(prompt), part.group, objects))
+                saves.append((_name(prompt), place, objects))
         return saves
 
     def _start(

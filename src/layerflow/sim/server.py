@@ -30,7 +30,7 @@ from layerflow.hits import HitLength, find_hit
 from layerflow.keys import DIGEST_BYTES
 from layerflow.pool.base import NewObject, Owner, ReserveStatus
 from layerflow.pool.memory import MemoryPool
-from layerflow.server.planner import step_owner
+from layerflow.server.planner import NO_ROOM, step_owner
 from layerflow.sim.clock import VirtualClock
 from layerflow.sim.worker import SimulatedLoads, SimulatedWorker
 from layerflow.spec import ModelSpec
@@ -98,6 +98,7 @@ class SimulatedServer:
         self._steps: dict[tuple[int, int], OpenStep] = {}
         self._wake = math.inf
         self.events = self.failed_loads = 0
+        self.full = 0  #: objects that found no room
 
     def number(self) -> int:
         """The next session's."""
@@ -176,6 +177,7 @@ class SimulatedServer:
         parts: list[Part] = []
         for request, group, objects in saves:
             reserved = self.pool.reserve(objects, owner)
+            self.full += sum(room.outcome in NO_ROOM for room in reserved)
             mine = [new for new, room in zip(objects, reserved, strict=True) if room.outcome is ReserveStatus.RESERVED]
             if mine:
                 parts.append(Part(request, group, sum(new.blocks for new in mine)))

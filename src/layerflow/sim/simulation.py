@@ -246,7 +246,7 @@ def _figures(
         ),
         evictions=pool.evictions,
         sheds=flow.shed_parts,
-        full=pool.full,
+        full=server.full,
         failed_loads=server.failed_loads,
         events=server.events,
     )

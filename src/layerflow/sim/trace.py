@@ -72,7 +72,7 @@ def read_trace(path: Path, *, block_tokens: int = BLOCK_TOKENS) -> RequestTrace:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
             return parse_trace(lines, name=path.name, block_tokens=block_tokens)
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
+        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def parse_trace(lines: Iterable[str], *, name: str, block_tokens: int = BLOCK_TOKENS) -> RequestTrace:

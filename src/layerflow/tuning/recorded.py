@@ -11,7 +11,7 @@ import numpy as np
 from layerflow.config.settings import Settings, effective
 from layerflow.errors import ConfigError
 from layerflow.sim.replay import BATCHED, BOUND, JUDGED, Replay
-from layerflow.sim.rerun import ReplayFigures, Sample
+from layerflow.sim.rerun import UNTOLD, ReplayFigures, Sample
 from layerflow.tuning.search import Changes, Outcome, Timed
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -143,6 +143,16 @@ def outcome_of(figures: ReplayFigures) -> Outcome:
         _timed(figures.hit_tokens),
         figures.tokens,
         figures.failed_loads,
+        guess=_guess(figures),
+    )
+
+
+def _guess(figures: ReplayFigures) -> str:
+    if figures.guessed_share < UNTOLD:
+        return ""
+    return (
+        f"{figures.guessed:,} of {len(figures.prefill_s):,} prompts would compute up to "
+        f"{figures.guessed_tokens:,} tokens at once, and the recording does not tell what that takes"
     )
 
 

@@ -65,7 +65,7 @@ class Outcome:
     """What would have happened under some settings.
 
     :param exposed_s: of each step with loads. :param ttft_s: of each prompt. :param hit_tokens: of each prompt.
-    :param tokens: of all prompts.
+    :param tokens: of all prompts. :param guess: why `ttft_s` is a guess; "" = it is none.
     """
 
     exposed_s: Timed
@@ -73,6 +73,7 @@ class Outcome:
     hit_tokens: Timed
     tokens: int
     failed_loads: int = 0
+    guess: str = ""
 
     def of(self, aim: Aim) -> Timed:
         """The values that an aim is about."""
@@ -229,6 +230,8 @@ class Search:
         if few < least:
             what = {Aim.EXPOSED_P99: "steps with loads", Aim.TTFT_P99: "timed prompts", Aim.HIT_TOKENS: "prompts"}[aim]
             raise ConfigError(f"{few} {what} are too few to tell {aim.value} from noise; record at least {least}")
+        if aim is Aim.TTFT_P99 and self._base.guess:
+            raise ConfigError(f"under the file as it is: {self._base.guess}; record under this file")
         times = self._base.of(aim).at
         self._noise = Noise(float(times.min()), float(times.max()))
 
@@ -276,6 +279,8 @@ class Search:
         before, after = self._outcome(chosen), self._outcome({**chosen, **more})
         if isinstance(after, str) or isinstance(before, str):
             return None, after if isinstance(after, str) else str(before)
+        if after.guess and self._aim is Aim.TTFT_P99:
+            return None, after.guess
         gain = self._noise.gain(before, after, self._aim)
         if not gain.told(figure(before, self._aim)):
             return gain, "within the noise, or too little"
@@ -286,11 +291,15 @@ class Search:
         base = self._base
         if len(after.of(self._aim).value) < COMPARABLE * len(base.of(self._aim).value):
             return "fewer steps load inside their pass then, so that their waits do not compare"
+        if after.guess and not base.guess:
+            return after.guess
         if after.failed_loads > base.failed_loads:
             return f"{after.failed_loads} loads would fail, and {base.failed_loads} do"
         if figure(after, Aim.HIT_TOKENS) < figure(base, Aim.HIT_TOKENS) - HIT_SLACK:
             return "fewer tokens would hit"
         for other, what in ((Aim.TTFT_P99, "first tokens"), (Aim.EXPOSED_P99, "waits for loads")):
+            if other is Aim.TTFT_P99 and base.guess:
+                continue
             if other is not self._aim and len(base.of(other).value) >= LEAST_OF_P99:
                 loss = self._noise.gain(after, base, other)
                 if loss.told(figure(base, other)) and loss.value > SLOWER * figure(base, other):
@@ -347,6 +356,8 @@ class Search:
             after = self._known.get(tuple(sorted((name, repr(each)) for name, each in {**chosen, key: value}.items())))
             if isinstance(after, str):
                 why = why or after
+            elif after is not None and after.guess and self._aim is Aim.TTFT_P99:
+                why = why or after.guess
             elif after is not None:
                 gain = self._noise.gain(final, after, self._aim)
                 if best is None or gain.value > best[1].value:

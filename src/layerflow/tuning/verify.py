@@ -170,7 +170,7 @@ class Report:
     :param changes: the keys that differ from the file's, and what was tried.
     :param target_s: what :attr:`Goal.EXPOSED_P99` is to reach; None = anything better will do.
     :param as_before: when it had ended, the server held its file's settings, and the file was what it had been.
-    :param gone: the server did not answer then.
+    :param gone: the server did not answer then. :param other: another client's settings were tried then.
     :param overruled: keys of the tuned file that the server's flags or environment set otherwise, and which of them.
     """
 
@@ -184,6 +184,7 @@ class Report:
     reason: str = "it was interrupted"
     as_before: bool = False
     gone: bool = False
+    other: bool = False
     overruled: Mapping[str, str] = field(default_factory=dict)
 
     def together(self, arm: Arm) -> Window:
@@ -431,6 +432,7 @@ def _end(server: Tried, report: Report) -> None:
     except LayerflowError:
         report.gone = True
     else:
+        report.other = bool(last.trial)
         report.as_before = not last.trial and last.file == report.file
 
 
