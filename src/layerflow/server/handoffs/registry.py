@@ -520,7 +520,9 @@ class Handoffs:
         self.stored(here, now)
         gone = [key for key in handoff.stored_by_others if self._pool.writer(key) is None]
         if gone and handoff in self._live:
-            self._keep_again(handoff, gone, f"{len(gone)} of its objects did not come from behind the arena")
+            self._keep_again(
+                handoff, gone, f"{len(gone)} of its objects did not come: their save or fetch was given up"
+            )
 
     def _look_after(self, handoff: HandoffRecord, keys: Iterable[bytes]) -> None:
         """Look from time to time what becomes of these, for nobody tells."""
