@@ -121,6 +121,11 @@ def test_better_settings_are_confirmed(served: Served, tmp_path: Path) -> None:
     assert told["figures"]["exposed_ms"]["tuned"] < told["figures"]["exposed_ms"]["file"]
 
 
+def _said(command: Any) -> list[str]:
+    """Its lines on standard output. The load is in this process too, and logs there when its server stands still."""
+    return [line for line in command.stdout.splitlines() if " server_" not in line]
+
+
 def _in_force(status: dict[str, Any]) -> tuple[str, int, int]:
     """What is held, and the limits in force at that moment."""
     limits, sha256 = status["limits"], status["trial"]["sha256"]
@@ -203,7 +208,7 @@ def test_a_report_that_cannot_be_written_is_printed_and_changes_no_exit_code(
     assert done.exit_code == 143 and "cannot be written" in done.stderr, done.output
     assert json.loads(done.stdout)["changes"]
     again = CliRunner().invoke(app, command[command.index("tune") :])
-    assert again.exit_code == 2 and again.stdout == "" and again.stderr.count("\n") == 1, "before the work"
+    assert again.exit_code == 2 and not _said(again) and again.stderr.count("\n") == 1, "before the work"
 
 
 def test_what_a_flag_of_the_server_sets_is_said_to_be_without_effect(served: Served, tmp_path: Path) -> None:
@@ -263,7 +268,7 @@ def test_a_server_that_goes_away_cuts_it_short(tmp_path: Path, monkeypatch: pyte
 def test_wrong_input_is_one_line(served: Served, text: str, args: tuple[str, ...], words: str) -> None:
     command = served.command("--verify", str(served.file("wrong.toml", text)), *args)
     done = CliRunner().invoke(app, command[command.index("tune") :])
-    assert done.exit_code == 2 and done.stdout == "" and words in done.stderr, done.output
+    assert done.exit_code == 2 and not _said(done) and words in done.stderr, done.output
     assert done.stderr.count("\n") == 1
 
 
