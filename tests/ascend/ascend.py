@@ -15,7 +15,8 @@ BLOCK = 128
 """vLLM-Ascend's block size, in tokens."""
 PER_MODEL: dict[str, dict[str, Any]] = {
     # vLLM-Ascend's latent attention computes in bfloat16 whatever the model does, and brings its own rotary operators.
-    "mla": {"dtype": "bfloat16", "compilation_config": {}}
+    "mla": {"dtype": "bfloat16", "compilation_config": {}},
+    "qwen3nextdense": {"dtype": "bfloat16"},
 }
 """Arguments of ``vllm.LLM`` in place of those of vLLM on a CPU."""
 STAND_IN = Path(__file__).parent / "standin"
@@ -49,6 +50,7 @@ class AscendScenario(scenario.Scenario):
         """Fill the whole KV cache with NaN: what is not loaded afterwards spoils the answer. Returns its tensors."""
         from host_arithmetic import on_host
 
+        self.reset(False)
         runner = self._core.model_executor.driver_worker.worker.model_runner
         tensors = [on_host(part) for layer in runner.kv_caches for part in layer]
         for tensor in tensors:

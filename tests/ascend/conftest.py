@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ascend import BLOCK, PER_MODEL, AscendEngine, ascend_store
@@ -16,7 +17,8 @@ from scenario import Prompt
 from layerflow_cli.bench.harness import ServerProcess
 
 MODELS = ("llama", "gemma3", "mla")
-BLOCKS = {"llama": 14, "gemma3": 40, "mla": 14}
+RECURRENT = "qwen3nextdense"
+BLOCKS = {"llama": 14, "gemma3": 40, "mla": 14, RECURRENT: 40}
 """Of a cache for a few requests, so that several at once preempt each other."""
 # 4 KiB a token over 10 MB/s: a prompt of 300 tokens takes 0.1 s, and kills hit transfers under way.
 SERVER = {"pool.size": "256MiB", "pool.link_gbps": 0.01, "transfer.max_transfer_bytes": "64KiB"}
@@ -38,7 +40,9 @@ class Rig:
     @cached_property
     def ours(self) -> AscendEngine:
         """With layerflow."""
-        return self._start("layerflow", connector(self.server.endpoint, mode="layerwise", chunk_tokens=BLOCK))
+        # vLLM-Ascend refuses `recompute` where a model has recurrent state.
+        policy = "fail" if self.model == RECURRENT else "recompute"
+        return self._start("layerflow", connector(self.server.endpoint, policy=policy, mode="layerwise", **self.chunks))
 
     @cached_property
     def theirs(self) -> AscendEngine:
@@ -53,6 +57,11 @@ class Rig:
     def right(self, *prompts: Prompt, max_tokens: int) -> Right:
         """What the answers to prompts must be."""
         return Right.of(self.plain, prompts, max_tokens, rounds=self.rounds)
+
+    @property
+    def chunks(self) -> dict[str, int]:
+        """Recurrent states are kept at the ends of vLLM's blocks, which are chunks by themselves."""
+        return {} if self.model == RECURRENT else {"chunk_tokens": BLOCK}
 
     @property
     def rounds(self) -> bool:
@@ -75,13 +84,24 @@ class Rig:
 @pytest.fixture(scope="session")
 def rigs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Rig]]:
     """One per model."""
-    rigs = {model: Rig(model, tmp_path_factory.mktemp(model)) for model in MODELS}
+    rigs = {model: Rig(model, tmp_path_factory.mktemp(model)) for model in (*MODELS, RECURRENT)}
     yield rigs
     for rig in rigs.values():
         rig.close()
 
 
-@pytest.fixture(params=[pytest.param(model, marks=pytest.mark.xdist_group(model)) for model in MODELS])
+def of_each(*models: str) -> list[Any]:
+    """Parameters: what is of one model runs in one process."""
+    return [pytest.param(model, marks=pytest.mark.xdist_group(model)) for model in models]
+
+
+@pytest.fixture(params=of_each(*MODELS, RECURRENT))
+def any_rig(request: pytest.FixtureRequest, rigs: dict[str, Rig]) -> Rig:
+    """Each model's in turn, the recurrent one's too."""
+    return rigs[request.param]
+
+
+@pytest.fixture(params=of_each(*MODELS))
 def rig(request: pytest.FixtureRequest, rigs: dict[str, Rig]) -> Rig:
     """Each model's in turn."""
     return rigs[request.param]

@@ -72,7 +72,8 @@ def _each(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
 
 
-def _on_npu(value: Any, device: torch.device) -> Any:
+def on_npu(value: Any, device: torch.device) -> Any:
+    """An npu tensor of what a CPU tensor holds; anything else as it is."""
     if not isinstance(value, torch.Tensor):
         return value
     made = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
@@ -131,7 +132,7 @@ class HostArithmetic(TorchDispatchMode):
 
         def returned(value: Any) -> Any:
             given = next((given for here, given in lent if here is value), None)
-            return _on_npu(value, device) if given is None else given
+            return on_npu(value, device) if given is None else given
 
         return _each(returned, function(*_each(lend, args), **_each(lend, kwargs)))
 
@@ -159,7 +160,7 @@ class HostArithmetic(TorchDispatchMode):
                 return value
             source = sources.get(value.untyped_storage().data_ptr())
             if source is None or source.dtype != value.dtype:
-                return _on_npu(value, device)
+                return on_npu(value, device)
             return torch.as_strided(source, value.size(), value.stride(), value.storage_offset())
 
         return _each(returned, made)

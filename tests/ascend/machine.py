@@ -16,13 +16,16 @@ import types
 from pathlib import Path
 from typing import Any
 
+import recurrent
 import torch
 import torch_npu  # noqa: F401  makes the device
 from kernels import SlotMapping, slots_of_groups
 
 SOURCE = Path(importlib.util.find_spec("vllm_ascend").submodule_search_locations[0])  # type: ignore[union-attr, index]
-# Their vLLM-side classes import torchvision, which has no build for CPUs beside this torch. Models of images only.
-SKIPPED_PATCHES = {f"vllm_ascend.patch.worker.{name}" for name in ("patch_qwen3_5", "patch_qwen3vl")}
+# Models that see import torchvision, which has no build for CPUs beside this torch. The patch of Qwen3.5 is that of all
+# gated delta nets, too.
+SKIPPED_PATCHES = {"vllm_ascend.patch.worker.patch_qwen3vl"}
+SEEING = {f"vllm.model_executor.models.{name}" for name in ("qwen3_5", "qwen3_5_mtp")}
 
 
 class _Missing:
@@ -36,10 +39,12 @@ class _Missing:
 
 
 class _StandInPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """pyACL, flash-linear-attention-npu, vLLM-Ascend's compiled extension, and the patches that cannot be imported."""
+    """pyACL, flash-linear-attention-npu, vLLM-Ascend's compiled extension, and what cannot be imported of models."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name.partition(".")[0] in ("acl", "fla_npu") or name in SKIPPED_PATCHES | {"vllm_ascend.vllm_ascend_C"}:
+        if name.partition(".")[0] in ("acl", "fla_npu") or name in SKIPPED_PATCHES | SEEING | {
+            "vllm_ascend.vllm_ascend_C"
+        }:
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
 
@@ -49,6 +54,8 @@ class _StandInPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             module.memcpy = lambda to, _room, of, size, _kind: ctypes.memmove(to, of, size) and 0  # type: ignore[attr-defined]
         elif name == "vllm_ascend.vllm_ascend_C":
             _define_operators()
+        elif name == "vllm.model_executor.models.qwen3_5":
+            module.Qwen3_5DecoderLayer = type("Qwen3_5DecoderLayer", (torch.nn.Module,), {})  # type: ignore[attr-defined]
         elif name.split(".")[0] == "fla_npu":
             module.__getattr__ = lambda asked: _missing(f"{name}.{asked}")  # type: ignore[method-assign]
 
@@ -88,6 +95,7 @@ def _prepare() -> None:
     worker.NPUWorker._warm_up_atb = lambda _self: None
     block_table._compute_slot_mapping_kernel = SlotMapping()  # Triton compiles for no NPU here
     block_table.compute_slot_mapping_fused_groups = slots_of_groups
+    recurrent.install()
     distribute = worker.init_distributed_environment
 
     def by_gloo(*given: Any, **named: Any) -> Any:

@@ -22,12 +22,12 @@ def greedy(model: torch.nn.Module, asked: Prompt) -> Answer:
 
 
 @pytest.mark.timeout(1200)
-def test_tokens_are_those_of_the_model_itself(rig: Rig) -> None:
+def test_tokens_are_those_of_the_model_itself(any_rig: Rig) -> None:
     """Of prompts that are computed together, more than fit into a pass: with a past and without, and one token each."""
     transformers = pytest.importorskip("transformers")
     asked = [prompt(500 + number, tokens) for number, tokens in enumerate((1, 129, 300, 400, 500))]
-    right = rig.right(*asked, max_tokens=MAX_TOKENS)
-    model = transformers.AutoModelForCausalLM.from_pretrained(MODELS / rig.model, dtype=torch.float32)
+    right = any_rig.right(*asked, max_tokens=MAX_TOKENS)
+    model = transformers.AutoModelForCausalLM.from_pretrained(MODELS / any_rig.model, dtype=torch.float32)
     with torch.inference_mode():
         assert not right.wrong([greedy(model, each) for each in asked])
 

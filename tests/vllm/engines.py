@@ -45,10 +45,11 @@ PER_MODEL: dict[str, dict[str, Any]] = {
     "qwen3moe": {"dtype": "bfloat16"},
     # Recurrent states are kept at block boundaries only where vLLM's own prefix cache is on.
     "qwen3next": {"dtype": "bfloat16", "enable_prefix_caching": True, "mamba_cache_mode": "align"},
+    "qwen3nextdense": {"dtype": "bfloat16", "enable_prefix_caching": True, "mamba_cache_mode": "align"},
 }
 VERSION = tuple(int(part) for part in version("vllm").partition("+")[0].split("."))
 # vLLM itself cannot serve these on a CPU.
-UNSERVED = ({"mla", "qwen3next", "idefics3"} if VERSION < (0, 28) else set()) | (
+UNSERVED = ({"mla", "qwen3next", "qwen3nextdense", "idefics3"} if VERSION < (0, 28) else set()) | (
     {"hrmtext"} if VERSION < (0, 32) else set()
 )
 # Several cache groups: this vLLM could not recover from a load that failed, so the connector only saves.

@@ -80,8 +80,11 @@ def qwen3moe() -> Any:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**COMMON, **heads, **experts, **sizes)).bfloat16()
 
 
-def qwen3next() -> Any:
-    """Three gated delta net layers (recurrent state) to one full attention layer; bfloat16."""
+def qwen3next(dense: tuple[int, ...] = ()) -> Any:
+    """Three gated delta net layers (recurrent state) to one full attention layer; bfloat16.
+
+    :param dense: layers without experts.
+    """
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
@@ -89,8 +92,13 @@ def qwen3next() -> Any:
     state |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "decoder_sparse_step": 1}
     sizes = {"intermediate_size": 512, "shared_expert_intermediate_size": 128, "num_hidden_layers": 4}
-    common = COMMON | {"initializer_range": 0.05}
+    common = COMMON | {"initializer_range": 0.05, "mlp_only_layers": list(dense)}
     return Qwen3NextForCausalLM(Qwen3NextConfig(**common, **heads, **state, **experts, **sizes)).bfloat16()
+
+
+def qwen3nextdense() -> Any:
+    """The same without experts."""
+    return qwen3next((0, 1, 2, 3))
 
 
 def phi3() -> Any:
@@ -136,7 +144,10 @@ def classifier() -> Any:
 
 MODELS: dict[str, Callable[[], Any]] = {
     maker.__name__: maker
-    for maker in (llama, mla, gemma3, gptoss, qwen3moe, qwen3next, phi3, idefics3, hrmtext, classifier)
+    for maker in (
+        *(llama, mla, gemma3, gptoss, qwen3moe, qwen3next, qwen3nextdense),
+        *(phi3, idefics3, hrmtext, classifier),
+    )
 }
 
 
