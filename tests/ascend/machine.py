@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import recurrent
+import sparse  # noqa: F401  has operators
 import torch
 import torch_npu  # noqa: F401  makes the device
 from kernels import SlotMapping, slots_of_groups

@@ -71,10 +71,13 @@ def test_every_prompt_hits_at_least_what_the_engines_own_pool_finds(rig: Rig, be
 
 
 def test_each_layer_is_awaited_and_saved_once(rig: Rig) -> None:
-    """Where it is asked for: layerflow waits by itself for what :func:`asks_for_no_layer`."""
+    """Where it is asked for: layerflow waits by itself for what :func:`asks_for_no_layer`.
+
+    An indexer's cache has no hooks of its own: it is read beside its layer's.
+    """
     first = prompt(200, 300)
     fork = first[:280] + prompt(201, 37)
-    once = dict.fromkeys(rig.ours.layers(), 1)
+    once = dict.fromkeys((name for name in rig.ours.layers() if "indexer" not in name), 1)
     failed = rig.ours.failed_loads()
     for asked, known in ((first, 0), (first, len(first) - 1), (fork, 2 * BLOCK)):
         awaited = {} if asks_for_no_layer(rig, [asked], [known]) else once

@@ -9,7 +9,7 @@ import pytest
 from ascend import AscendEngine
 from churn import Churn
 from comparison import prompt, settled, until
-from conftest import RECURRENT, Rig
+from conftest import RECURRENT, Rig, Rigs
 from scenario import Prompt
 
 MAX_TOKENS = 3
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.xdist_group(RECURRENT)
 
 
 @pytest.fixture
-def recurrent(rigs: dict[str, Rig]) -> Rig:
+def recurrent(rigs: Rigs) -> Rig:
     """Its engines."""
     return rigs[RECURRENT]
 

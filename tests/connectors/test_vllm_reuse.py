@@ -87,6 +87,14 @@ class TestSpecs:
         with pytest.raises(Unsupported, match="store_on_host=True"):
             kind_of(latent(store_on_host=True))
 
+    @pytest.mark.parametrize("more", [{"cache_sparse_li_c8": True}, {"sfa_dcp_replicated_indexer_size": 2}])
+    def test_so_is_its_indexers_where_that_is_neither_quantised_nor_replicated(self, more: dict[str, int]) -> None:
+        fields = [("head_size", int, 128), ("cache_sparse_li_c8", bool, False)]
+        indexer = make_dataclass("AscendSFAIndexerCacheSpec", [*fields, ("sfa_dcp_replicated_indexer_size", int, 1)])
+        assert kind_of(indexer()) == "mla"
+        with pytest.raises(Unsupported, match=next(iter(more))):
+            kind_of(indexer(**more))
+
     def test_states_are_kept_at_boundaries_or_not_at_all(self) -> None:
         state = make_dataclass("MambaSpec", [("block_size", int), ("mamba_cache_mode", str)])
         assert kind_of(state(16, "align")) == "state"

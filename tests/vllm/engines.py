@@ -35,6 +35,7 @@ PER_MODEL: dict[str, dict[str, Any]] = {
     "llama": {"dtype": "float32"},
     # vLLM's own rotary operator for CPUs is wrong for this model: greedy tokens would differ for its reasons.
     "mla": {"dtype": "float32", "compilation_config": {"custom_ops": ["none"]}},
+    "deepseek32": {"dtype": "bfloat16"},
     "gemma3": {"dtype": "float32"},
     "gptoss": {"dtype": "bfloat16"},
     "phi3": {"dtype": "float32"},

@@ -50,6 +50,20 @@ def mla() -> Any:
     return DeepseekV2ForCausalLM(DeepseekV2Config(**COMMON, **latent, **heads, **experts, **groups, **sizes))
 
 
+def deepseek32() -> Any:
+    """DeepSeek-V3.2's sparse attention: latent attention over the 256 tokens that an indexer with a cache of its own
+    finds; its layers are dense."""
+    from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+
+    latent = {"kv_lora_rank": 512, "q_lora_rank": 128, "qk_rope_head_dim": 64}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    index = {"index_topk": 256, "index_n_heads": 4, "index_head_dim": 128}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 4}
+    groups = {"n_group": 1, "topk_group": 1, "moe_intermediate_size": 128}
+    sizes = {"intermediate_size": 512, "num_hidden_layers": 4}
+    return DeepseekV32ForCausalLM(DeepseekV32Config(**COMMON, **latent, **heads, **index, **experts, **groups, **sizes))
+
+
 def gemma3() -> Any:
     """Two sliding layers (window 64) to one full: vLLM makes three KV cache groups of it."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
@@ -145,7 +159,7 @@ def classifier() -> Any:
 MODELS: dict[str, Callable[[], Any]] = {
     maker.__name__: maker
     for maker in (
-        *(llama, mla, gemma3, gptoss, qwen3moe, qwen3next, qwen3nextdense),
+        *(llama, mla, deepseek32, gemma3, gptoss, qwen3moe, qwen3next, qwen3nextdense),
         *(phi3, idefics3, hrmtext, classifier),
     )
 }

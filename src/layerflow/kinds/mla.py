@@ -9,4 +9,4 @@ class Latent(Kind):
     """One latent (and its indexer and scales) of every earlier token."""
 
     name = "mla"
-    vllm = ("MLAAttentionSpec", "AscendMLAAttentionSpec")
+    vllm = ("MLAAttentionSpec", "AscendMLAAttentionSpec", "AscendSFAIndexerCacheSpec")
