@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from layerflow.config.settings import Settings
     from layerflow.sim.replay import Replay, Trust
     from layerflow.sim.rerun import OtherLink, ReplayFigures
+    from layerflow.sim.simulation import Distribution
 
 
 class Other(NamedTuple):
@@ -77,7 +78,7 @@ def show_replay(replay: Replay, other: Other, json_file: Path | None) -> None:
         typer.echo()
         typer.echo("Not simulated, and so without effect here:")
         for key, (was, says) in unjudged.items():
-            typer.echo(f"  {key}: {was} when it was recorded, {says} now")
+            typer.echo(f"  {key}: {was if was != '' else 'not set'} when it was recorded, {says} now")
         for key in other.without:
             typer.echo(f"  {key}")
 
@@ -118,13 +119,14 @@ def _lines(replay: Replay, changed: ReplayFigures | None) -> Iterator[str]:
 
 def _notes(replay: Replay, changed: ReplayFigures) -> Iterator[str]:
     for which, figures in (("own", replay.own), ("other", changed)):
-        if figures.guessed:
+        if figures.guessed or figures.guessed_steps:
             yield (
-                f"Of {figures.guessed:,} of {len(figures.prefill_s):,} prompts ({which}) up to "
-                f"{figures.guessed_tokens:,} tokens are computed at once. What that takes is not known: recorded steps "
-                "tell nothing of so many tokens, or so long a context. Record where prompts miss, too."
+                f"Prefills of {figures.guessed:,} of {len(figures.prefill_s):,} prompts, and waits of "
+                f"{figures.guessed_steps:,} of {len(figures.exposed_s):,} steps with loads, rest on guesses ({which}): "
+                "recorded steps tell nothing of so many or so few tokens, so long a context, or of loads. Record where "
+                "prompts hit and where they miss."
             )
-    if changed.failed_loads > replay.own.failed_loads:
+    if changed.failed_loads > replay.own.failed_loads and changed.exposed_s:
         yield "What waits for a load that fails is exposed until then; computing it is not, but part of the prefill."
     if (changed.full or 0) > (replay.own.full or 0):
         yield (
@@ -191,17 +193,23 @@ def _figures(figures: ReplayFigures) -> dict[str, Any]:
         "failed_loads": figures.failed_loads,
         "objects_without_room": figures.full,
         "guessed_prompts": figures.guessed,
+        "guessed_steps": figures.guessed_steps,
         "guessed_most_tokens": figures.guessed_tokens,
     }
 
 
 def _times(figures: ReplayFigures) -> tuple[dict[str, float], dict[str, float]]:
-    """Exposed times and prefills. Of prefills those are left out that depend on what is a guess."""
-    unknown = dict.fromkeys(figures.exposed.in_ms(), math.nan)
-    exposed = figures.exposed.in_ms() if figures.exposed_s else unknown
-    prefill = figures.prefill.in_ms() if figures.prefill_s else dict(unknown)
-    if figures.guessed_share >= UNTOLD:
-        prefill |= {"p99_ms": math.nan, "mean_ms": math.nan}
-    if figures.guessed_share >= MEDIAN_UNTOLD:
-        prefill["p50_ms"] = math.nan
-    return exposed, prefill
+    """Exposed times and prefills, without what nothing has and what rests on guesses."""
+    return (
+        _known(figures.exposed, figures.exposed_guesses if figures.exposed_s else 1.0),
+        _known(figures.prefill, figures.prefill_guesses if figures.prefill_s else 1.0),
+    )
+
+
+def _known(times: Distribution, guesses: float) -> dict[str, float]:
+    """:param guesses: the share of guesses among them."""
+    told = times.in_ms()
+    for name, most in (("mean_ms", 0.0), ("p99_ms", UNTOLD), ("p50_ms", MEDIAN_UNTOLD)):
+        if guesses and guesses >= most:
+            told[name] = math.nan
+    return told

@@ -108,6 +108,8 @@ def test_a_layers_compute_comes_back():
     ("new", "known", "unknown"),
     [
         ([64] * 10, (128, 512), (129, 512)),  # of one size: not what a token takes
+        ([64] * 10, (32, 512), (31, 512)),
+        ([16, 64] * 5, (1, 512), (1025, 512)),
         ([1] * 7 + [256] * 3, (4096, 900), (4097, 900)),
         ([1] * 8 + [256] * 2, (2, 512), (3, 512)),  # two may have been the first ones, and slow
         ([1, 4, 16, 64] * 4, (1024, 600), (1, 641)),  # further into a prompt than any was

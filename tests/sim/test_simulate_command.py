@@ -5,6 +5,7 @@ import os
 from functools import partial
 
 import command_lines
+import msgspec
 import pytest
 from e2e.known import KnownWorker, small_spec
 from sim.recordings import KnownMachine
@@ -12,7 +13,7 @@ from sim.worlds import conversations
 from sizing.models import MODELS
 
 from layerflow.config.settings import Settings
-from layerflow.recording.format import Dropped, LookedUp
+from layerflow.recording.format import Dropped, LookedUp, StepSeen
 from layerflow.server import EmbeddedServer
 
 
@@ -194,16 +195,63 @@ def test_no_prefill_is_predicted_where_prompts_compute_what_none_did(change, fai
     given = [word for each in change for word in ("--set", each)]
     told = replayed(path, *given)
     assert told["own"]["hit_share"] > 0.9 and told["other"]["failed_loads"] == failed
-    assert (told["other"]["guessed_prompts"], told["other"]["guessed_most_tokens"]) == (40, 512)
+    other = told["other"]
+    assert (other["guessed_prompts"], other["guessed_steps"], other["guessed_most_tokens"]) == (40, 0, 512)
     assert set(told["other"]["prefill"].values()) == {None}
     exposed = told["other"]["exposed_per_step"]["p50_ms"]
     assert exposed is None if len(given) > 2 or not failed else exposed >= 1
     shown = simulate(str(path), *given).stdout
-    assert "Of 40 of 40 prompts (other) up to 512 tokens are computed at once." in shown
-    assert ("What waits for a load that fails" in shown) == bool(failed)
+    assert "Prefills of 40 of 40 prompts, and waits of 0 of " in shown
+    assert ("What waits for a load that fails" in shown) == (exposed is not None)
     assert max(map(len, shown.splitlines())) <= 80
     slower = replayed(path, "--link", "50MB/s")["other"]
     assert not slower["guessed_prompts"] and slower["prefill"]["p50_ms"] > 0
+
+
+def test_who_waits_for_a_guess_is_one_and_no_mean_is_told(tmp_path):
+    """A prompt of which 3,840 tokens are lost holds up four that were looked up while it is computed."""
+    machine = KnownMachine(stored=set(range(68)))
+    for turn in range(300):
+        machine.serve(range(60, 68))
+        if turn == 150:
+            machine.now += 1.0
+            opened = machine.now
+            machine.serve(range(60), idle_s=0.0)
+            behind = len(machine.records)
+            for _ in range(4):
+                machine.serve(range(60, 68), idle_s=0.0)
+            came = machine.records[behind:]
+            del machine.records[behind:]
+            lookups = [each for each in came if isinstance(each, LookedUp)]
+            step = max(at for at, each in enumerate(machine.records) if isinstance(each, StepSeen))
+            machine.records[step + 1 : step + 1] = [
+                msgspec.structs.replace(each, at=opened + 1e-3, answered=opened + 1e-3) for each in lookups
+            ]
+            machine.records += [each for each in came if not isinstance(each, LookedUp)]
+    told = replayed(machine.write(tmp_path / "x.lfr"), "--set", "transfer.step_timeout_ms=60")
+    assert (told["other"]["failed_loads"], told["other"]["guessed_prompts"]) == (1, 5)
+    assert told["other"]["prefill"]["p50_ms"] == told["own"]["prefill"]["p50_ms"]
+    assert told["other"]["prefill"]["p99_ms"] is told["other"]["prefill"]["mean_ms"] is None
+
+
+def test_hits_where_there_were_none_are_a_guess_where_no_load_was_seen(tmp_path):
+    """What a load takes, and a pass of one token, no step has told."""
+    machine = KnownMachine(settings=Settings(transfer={"mode": "layerwise"}, pool={"size": "64KiB"}))
+    for _ in range(60):
+        machine.stored.clear()
+        machine.serve(range(8))
+    other = replayed(machine.write(tmp_path / "x.lfr"), "--ram", "64MiB")["other"]
+    assert other["hit_share"] > 0.9
+    assert {*other["prefill"].values(), *other["exposed_per_step"].values()} == {None}
+
+
+def test_what_hit_and_is_lost_is_stored_again_though_no_step_had_to(tmp_path):
+    machine = KnownMachine(stored=set(range(8)))
+    for _ in range(60):
+        machine.serve(range(8))
+    other = replayed(machine.write(tmp_path / "x.lfr"), "--ram", "1600KiB")["other"]
+    assert 0.3 < other["hit_share"] < 0.9 and other["objects_without_room"]
+    assert other["exposed_per_step"]["p50_ms"] is None, "what loads hide behind is a guess"
 
 
 def test_what_several_steps_tell_is_predicted_and_stored_again(tmp_path):

@@ -20,6 +20,7 @@ from layerflow.agent import Control
 from layerflow.config.settings import Settings
 from layerflow.sim.replay import Replay, Trust, TrustRow
 from layerflow.tuning.recorded import RecordedJudge
+from layerflow.tuning.search import Aim
 from layerflow.tuning.verify import look_of
 from layerflow_cli.main import app
 from tuning.loaded import BAD as SMALL_COPIES
@@ -124,8 +125,8 @@ def test_settings_that_compute_what_no_recorded_step_did_are_a_guess(tmp_path: P
     file.write_text('[transfer]\nmode = "layerwise"\n')
     trace = machine.write(tmp_path / "x.lfr")
     judge = RecordedJudge(Replay.read(trace), file)
-    assert not judge.judge({"transfer.prefetch_layers": 1}).guess
-    assert judge.judge({"pool.size": 64 << 10}).guess.startswith("40 of 40 prompts would compute up to 512 tokens")
+    assert not judge.judge({"transfer.prefetch_layers": 1}).guesses
+    assert judge.judge({"pool.size": 64 << 10}).guesses == {Aim.TTFT_P99: "of 40 of 40 prompts"}
 
 
 def test_a_file_that_loses_every_hit_can_be_tuned_by_what_is_known(tmp_path: Path) -> None:
@@ -138,8 +139,14 @@ def test_a_file_that_loses_every_hit_can_be_tuned_by_what_is_known(tmp_path: Pat
     asked = ("tune", str(trace), "--config", str(file), "--also", "pool.size")
     told = json.loads(invoke(*asked, "--goal", "hit_tokens", "--json", "-").stdout)
     assert [change["key"] for change in told["changes"]] == ["pool.size"] and told["after_share"] > 0.9
+    assert "As it is it is not known what computing takes of 120 of 120 prompts." in told["notes"]
     refused = invoke(*asked, "--goal", "ttft_p99")
-    assert refused.exit_code == 2 and "under the file as it is: 120 of 120 prompts" in refused.stderr
+    assert refused.exit_code == 2 and "not known what computing takes of 120 of 120 prompts" in refused.stderr
+    file.write_text('[transfer]\nmode = "layerwise"\n[pool]\nsize = "1536KiB"\n')
+    told = json.loads(invoke(*asked, "--goal", "hit_tokens", "--json", "-").stdout)
+    assert [change["key"] for change in told["changes"]] == ["pool.size"], (
+        "its waits are guesses, and hold nothing back"
+    )
 
 
 def test_a_fit_that_is_off_is_told_and_one_that_misses_a_median_recommends_no_other_batches(

@@ -41,7 +41,8 @@ VARIED = 4
 RATE_REACHES = 16
 """What so many times the tokens take follows from a token's own time. An engine may spread them over several passes."""
 ALL_REACHES = 2
-"""From passes of one size, only what about as many tokens take, and likewise only what about as long contexts do."""
+"""From passes of one size, only what up to twice or half as many tokens take, and likewise what contexts up to twice as
+long do."""
 
 _NOTHING = 1e-9
 _INSTANT = 5e-6
@@ -163,15 +164,17 @@ def fit_compute(layers: Iterable[tuple[int, int, float]]) -> ComputeCost | None:
 class Reach:
     """What a fitted compute can be asked. Beyond it the answer is a guess.
 
-    :param tokens: that a pass computes, at most. :param context: the last of them is so far into its prompt, at most.
+    :param least: tokens that a pass computes, at least; :param tokens: and at most.
+    :param context: the last of them is so far into its prompt, at most.
     """
 
+    least: float = 0.0
     tokens: int = 0
     context: int = 0
 
     def tells(self, tokens: int, context: int) -> bool:
         """Is what such a pass takes known?"""
-        return tokens <= self.tokens and context <= self.context
+        return self.least <= tokens <= self.tokens and context <= self.context
 
 
 def compute_reach(layers: Sequence[tuple[int, int, float]], fitted: ComputeCost | None) -> Reach:
@@ -188,7 +191,10 @@ def compute_reach(layers: Sequence[tuple[int, int, float]], fitted: ComputeCost 
         return Reach()
     tokens, contexts = (sorted(each) for each in zip(*explained, strict=True))
     few, many = tokens[LEAST - 1], tokens[-LEAST]
-    return Reach(many * (RATE_REACHES if many >= VARIED * few else ALL_REACHES), contexts[-LEAST] * ALL_REACHES)
+    context = contexts[-LEAST] * ALL_REACHES
+    if many >= VARIED * few:
+        return Reach(0.0, many * RATE_REACHES, context)
+    return Reach(few / ALL_REACHES, many * ALL_REACHES, context)
 
 
 def layer_shares(passes: Iterable[Sequence[float]], count: int) -> tuple[float, ...]:

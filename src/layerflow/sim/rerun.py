@@ -48,9 +48,9 @@ from layerflow.sim.worker import LinkTimes, LoadNoise, SimulatedLink, SimulatedL
 from layerflow.spec import ModelSpec
 
 UNTOLD: Final = 0.01
-"""Where so large a share of the prompts took what is a guess, neither their p99 nor their mean is told."""
+"""Where so large a share of some times rests on guesses, their p99 is not told."""
 MEDIAN_UNTOLD: Final = 0.05
-"""Nor their median."""
+"""Nor their median. A mean is not told from the first guess on."""
 
 _COLD: Final = 1 << 48
 """Numbers of chunks from here on stand for what nobody asks for."""
@@ -80,8 +80,8 @@ class ReplayFigures:
     :param evictions: between the recording's first and last look at the pool.
     :param sheds: saves given up because too much waited. :param failed_loads: loads that were computed instead.
     :param full: objects that were not saved because there was no room; None = not recorded.
-    :param guessed: timed prompts in a pass that computed more than it did, and what that takes is not known.
-    :param guessed_tokens: the most that such a pass computed.
+    :param guessed: timed prompts in a pass of which it is not known what it takes, or that waited for one.
+    :param guessed_steps: steps with loads among such passes. :param guessed_tokens: the most that one of them computed.
     """
 
     exposed_s: tuple[Sample, ...]
@@ -93,12 +93,18 @@ class ReplayFigures:
     failed_loads: int
     full: int | None
     guessed: int = 0
+    guessed_steps: int = 0
     guessed_tokens: int = 0
 
     @property
-    def guessed_share(self) -> float:
-        """Of the prompts with times."""
+    def prefill_guesses(self) -> float:
+        """The share of the prompts with times that rest on guesses."""
         return self.guessed / len(self.prefill_s) if self.prefill_s else 0.0
+
+    @property
+    def exposed_guesses(self) -> float:
+        """The same of the steps with loads."""
+        return self.guessed_steps / len(self.exposed_s) if self.exposed_s else 0.0
 
     @property
     def hits(self) -> int:
@@ -127,6 +133,7 @@ class Fitted:
 
     :param begin: zero of the virtual clock, in seconds of the recording's.
     :param load: what a load takes; :param save: and a save. One that was never seen is as the other.
+    :param loads_seen: loads were.
     :param compute: of the mean layer; None = not known.
     :param reach: what `compute` can be asked.
     :param shares: by layer, what it computes, as a share of the mean one.
@@ -139,6 +146,7 @@ class Fitted:
     begin: float
     load: LinkTimes
     save: LinkTimes
+    loads_seen: bool
     compute: ComputeCost | None
     reach: Reach
     shares: tuple[float, ...]
@@ -169,6 +177,7 @@ class Fitted:
         if known is None:
             raise ConfigError(f"{run.name}: no step with times is in it, so none can be simulated; record for longer")
         passes = [each for engine in run.engines for each in engine.passes]
+        loads_seen = load is not None
         load = load or known
         noise: dict[tuple[int, int], dict[int, LoadNoise]] = {}
         lags = array("d")
@@ -186,6 +195,7 @@ class Fitted:
             min([prompt.at for prompt in run.prompts] + [each.opened for each in passes]),
             load,
             save or known,
+            loads_seen,
             compute,
             compute_reach(computed, compute),
             layer_shares((each.layers for each in passes[::every]), run.spec.num_layers),
@@ -376,7 +386,8 @@ class Rerun:
         self.exposed: list[Sample] = []
         self.prefill: list[Sample] = []
         self.hits: list[Sample] = []
-        self.guessed: dict[ReplayedPrompt, int] = {}
+        self.guessed = self.guessed_steps = self.guessed_tokens = 0
+        self.loads_known = fitted.loads_seen or link != OtherLink()
         self._evictions: list[int] = []
         self._validate = validate
         self.one_by_one = len(run.engines) == 1 and run.engines[0].one_by_one
@@ -428,8 +439,9 @@ class Rerun:
             sheds=self.server.flow.statistics().shed_parts,
             failed_loads=self.server.failed_loads,
             full=self.server.full,
-            guessed=len(self.guessed),
-            guessed_tokens=max(self.guessed.values(), default=0),
+            guessed=self.guessed,
+            guessed_steps=self.guessed_steps,
+            guessed_tokens=self.guessed_tokens,
         )
 
     def _fill(self) -> None:
@@ -582,8 +594,12 @@ class _ReplayedEngine:
         for worker in workers.values():
             self._server.attach(worker)
         self._one_by_one = engine.one_by_one
-        self._saves_at_all = any(step.saves for each in engine.passes for step in each.ranks.values())
+        self._guessed_until = -math.inf  # of a pass whose end is a guess, and so is that of all who waited for it
         self._prompts = {prompt: _prompt_of(prompt, self._spec) for prompt in engine.prompts}
+        ranges = (each for prompt in self._prompts.values() for each in prompt.ranges.values())
+        computes = any(end - begin >= self._spec.chunk_tokens for begin, end in ranges)
+        saves = any(step.saves for each in engine.passes for step in each.ranks.values())
+        self._stores = saves or not computes
         self._numbers = 0
         self._ended = 0.0
         self._awaits_loads = False
@@ -841,18 +857,23 @@ class _ReplayedEngine:
         forward.begin()
         yield None
         lost = [prompt for prompt in mine if prompt.failed]
-        self._note_guess(each, mine, lost)
+        waits_guessed = self._is_guess(each, mine, ()) or bool(forward.loads and not self._rerun.loads_known)
+        guessed = waits_guessed or self._is_guess(each, mine, lost)
         again = sum(map(self._recomputed, lost))
         if again:
             yield self._clock.now + again
+        if guessed:
+            self._guessed_until = self._clock.now
         for worker in forward.opened:
             self._server.close_step(worker, forward.number)
         if forward.loads and each.timed:
             self._rerun.exposed.append(Sample(each.opened - self._fitted.begin, forward.exposed_s))
+            self._rerun.guessed_steps += waits_guessed
         for prompt in mine:
             if prompt.last is each and prompt.recorded.timed:
                 took = self._clock.now - prompt.asked_at
                 self._rerun.prefill.append(Sample(prompt.recorded.at - self._fitted.begin, took))
+                self._rerun.guessed += prompt.asked_at <= self._guessed_until
 
     def _layers(self, each: RecordedPass, mine: Sequence[ReplayedPrompt]) -> list[float]:
         """How long each layer computes: as it did, for as many tokens more or less as hits are shorter or longer."""
@@ -893,19 +914,21 @@ class _ReplayedEngine:
         """How long each layer computes where the mean one takes so long."""
         return [mean_s * share for share in self._fitted.shares]
 
-    def _note_guess(self, each: RecordedPass, mine: Sequence[ReplayedPrompt], lost: Sequence[ReplayedPrompt]) -> None:
-        """Note the prompts of a pass that computes more than it did, where it is not known what that takes.
+    def _is_guess(self, each: RecordedPass, mine: Sequence[ReplayedPrompt], lost: Sequence[ReplayedPrompt]) -> bool:
+        """Does a pass compute more or less than it did, and it is not known what that takes?
 
         :param lost: those whose hit is computed because its load has failed.
         """
         here = [prompt for prompt in mine if each in prompt.ranges]
         again = sum(prompt.hit - prompt.start for prompt in lost)
-        if not again and not any(prompt.more(each)[1] for prompt in here):
-            return
         tokens = sum(_amount(prompt, each) for prompt in here) + again
+        if tokens == sum(end - begin for begin, end in (prompt.ranges[each] for prompt in here)):
+            return False
         context = max(prompt.recorded.tokens for prompt in (*here, *lost))
-        if not self._fitted.reach.tells(tokens, context):
-            self._rerun.guessed |= {prompt: tokens for prompt in mine if prompt.recorded.timed}
+        if self._fitted.reach.tells(tokens, context):
+            return False
+        self._rerun.guessed_tokens = max(self._rerun.guessed_tokens, tokens)
+        return True
 
     def _recomputed(self, prompt: ReplayedPrompt) -> float:
         """How long it takes to compute a hit whose load has failed."""
@@ -918,14 +941,14 @@ class _ReplayedEngine:
     ) -> list[tuple[str, int, list[NewObject]]]:
         """What a rank saves in a pass: what it did, less what is hit now, and what is not hit any more.
 
-        An engine that has saved nothing at all goes on so.
+        An engine that has computed whole chunks and saved nothing goes on so.
         """
         step = each.ranks.get(rank)
         spec, shard = self._spec, self._workers[rank].spec.shard
         chunk = spec.chunk_tokens
         recorded = {(part.request, part.group): part for part in step.saves} if step is not None else {}
         saves: list[tuple[str, int, list[NewObject]]] = []
-        for prompt, place in itertools.product(mine if self._saves_at_all else (), range(len(spec.groups))):
+        for prompt, place in itertools.product(mine if self._stores else (), range(len(spec.groups))):
             part = recorded.get((prompt.recorded.number, place))
             numbers, group = prompt.recorded.numbers, spec.groups[place]
             places = {number: at for at, number in enumerate(numbers)}

@@ -12,7 +12,7 @@ from layerflow.config.settings import Settings, effective
 from layerflow.errors import ConfigError
 from layerflow.sim.replay import BATCHED, BOUND, JUDGED, Replay
 from layerflow.sim.rerun import UNTOLD, ReplayFigures, Sample
-from layerflow.tuning.search import Changes, Outcome, Timed
+from layerflow.tuning.search import Aim, Changes, Outcome, Timed
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -143,16 +143,22 @@ def outcome_of(figures: ReplayFigures) -> Outcome:
         _timed(figures.hit_tokens),
         figures.tokens,
         figures.failed_loads,
-        guess=_guess(figures),
-    )
-
-
-def _guess(figures: ReplayFigures) -> str:
-    if figures.guessed_share < UNTOLD:
-        return ""
-    return (
-        f"{figures.guessed:,} of {len(figures.prefill_s):,} prompts would compute up to "
-        f"{figures.guessed_tokens:,} tokens at once, and the recording does not tell what that takes"
+        guesses={
+            aim: why
+            for aim, share, why in (
+                (
+                    Aim.TTFT_P99,
+                    figures.prefill_guesses,
+                    f"of {figures.guessed:,} of {len(figures.prefill_s):,} prompts",
+                ),
+                (
+                    Aim.EXPOSED_P99,
+                    figures.exposed_guesses,
+                    f"of {figures.guessed_steps:,} of {len(figures.exposed_s):,} steps with loads",
+                ),
+            )
+            if share >= UNTOLD
+        },
     )
 
 

@@ -65,7 +65,7 @@ class Outcome:
     """What would have happened under some settings.
 
     :param exposed_s: of each step with loads. :param ttft_s: of each prompt. :param hit_tokens: of each prompt.
-    :param tokens: of all prompts. :param guess: why `ttft_s` is a guess; "" = it is none.
+    :param tokens: of all prompts. :param guesses: aims whose values rest on guesses, and of how many.
     """
 
     exposed_s: Timed
@@ -73,13 +73,17 @@ class Outcome:
     hit_tokens: Timed
     tokens: int
     failed_loads: int = 0
-    guess: str = ""
+    guesses: Mapping[Aim, str] = field(default_factory=dict)
 
     def of(self, aim: Aim) -> Timed:
         """The values that an aim is about."""
         if aim is Aim.HIT_TOKENS:
             return self.hit_tokens
         return self.exposed_s if aim is Aim.EXPOSED_P99 else self.ttft_s
+
+
+def _untold(guess: str) -> str:
+    return f"it is not known what computing takes {guess}"
 
 
 class Judge(Protocol):
@@ -230,8 +234,8 @@ class Search:
         if few < least:
             what = {Aim.EXPOSED_P99: "steps with loads", Aim.TTFT_P99: "timed prompts", Aim.HIT_TOKENS: "prompts"}[aim]
             raise ConfigError(f"{few} {what} are too few to tell {aim.value} from noise; record at least {least}")
-        if aim is Aim.TTFT_P99 and self._base.guess:
-            raise ConfigError(f"under the file as it is: {self._base.guess}; record under this file")
+        if guess := self._base.guesses.get(aim):
+            raise ConfigError(f"under the file as it is {_untold(guess)}; record under this file")
         times = self._base.of(aim).at
         self._noise = Noise(float(times.min()), float(times.max()))
 
@@ -251,7 +255,10 @@ class Search:
             changes.append(Change(key, self._current[key], value, gain))
         gain = self._noise.gain(self._base, final, self._aim)
         left = [self._left(key, chosen, final, refused) for key in self._candidates if key not in chosen]
-        return Found(self._aim, base, figure(final, self._aim), gain, changes, left, len(self._known) + 1)
+        notes = [f"As it is {_untold(guess)}." for guess in self._base.guesses.values()]
+        if self._base.failed_loads:
+            notes.insert(0, f"As it is, {self._base.failed_loads:,} loads fail.")
+        return Found(self._aim, base, figure(final, self._aim), gain, changes, left, len(self._known) + 1, notes)
 
     def _outcome(self, changes: Changes) -> Outcome | str:
         """What would have happened, or why it is not permitted."""
@@ -279,8 +286,8 @@ class Search:
         before, after = self._outcome(chosen), self._outcome({**chosen, **more})
         if isinstance(after, str) or isinstance(before, str):
             return None, after if isinstance(after, str) else str(before)
-        if after.guess and self._aim is Aim.TTFT_P99:
-            return None, after.guess
+        if guess := after.guesses.get(self._aim):
+            return None, _untold(guess)
         gain = self._noise.gain(before, after, self._aim)
         if not gain.told(figure(before, self._aim)):
             return gain, "within the noise, or too little"
@@ -291,16 +298,16 @@ class Search:
         base = self._base
         if len(after.of(self._aim).value) < COMPARABLE * len(base.of(self._aim).value):
             return "fewer steps load inside their pass then, so that their waits do not compare"
-        if after.guess and not base.guess:
-            return after.guess
         if after.failed_loads > base.failed_loads:
             return f"{after.failed_loads} loads would fail, and {base.failed_loads} do"
         if figure(after, Aim.HIT_TOKENS) < figure(base, Aim.HIT_TOKENS) - HIT_SLACK:
             return "fewer tokens would hit"
         for other, what in ((Aim.TTFT_P99, "first tokens"), (Aim.EXPOSED_P99, "waits for loads")):
-            if other is Aim.TTFT_P99 and base.guess:
+            if other is self._aim or other in base.guesses:
                 continue
-            if other is not self._aim and len(base.of(other).value) >= LEAST_OF_P99:
+            if guess := after.guesses.get(other):
+                return _untold(guess)
+            if len(base.of(other).value) >= LEAST_OF_P99:
                 loss = self._noise.gain(after, base, other)
                 if loss.told(figure(base, other)) and loss.value > SLOWER * figure(base, other):
                     return f"p99 of {what} would rise"
@@ -356,8 +363,8 @@ class Search:
             after = self._known.get(tuple(sorted((name, repr(each)) for name, each in {**chosen, key: value}.items())))
             if isinstance(after, str):
                 why = why or after
-            elif after is not None and after.guess and self._aim is Aim.TTFT_P99:
-                why = why or after.guess
+            elif after is not None and (guess := after.guesses.get(self._aim)):
+                why = why or _untold(guess)
             elif after is not None:
                 gain = self._noise.gain(final, after, self._aim)
                 if best is None or gain.value > best[1].value:
