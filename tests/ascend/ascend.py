@@ -15,9 +15,7 @@ BLOCK = 128
 """vLLM-Ascend's block size, in tokens."""
 PER_MODEL: dict[str, dict[str, Any]] = {
     # vLLM-Ascend's latent attention computes in bfloat16 whatever the model does, and brings its own rotary operators.
-    "mla": {"dtype": "bfloat16", "compilation_config": {}},
-    "qwen3nextdense": {"dtype": "bfloat16"},
-    "deepseek32": {"dtype": "bfloat16", "compilation_config": {}},
+    "mla": {"dtype": "bfloat16", "compilation_config": {}}
 }
 """Arguments of ``vllm.LLM`` in place of those of vLLM on a CPU."""
 STAND_IN = Path(__file__).parent / "standin"

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import engines
 import pytest
 from ascend import BLOCK, PER_MODEL, AscendEngine, ascend_store
 from comparison import Right
@@ -66,7 +67,8 @@ class Rig:
     @property
     def rounds(self) -> bool:
         """It computes in bfloat16."""
-        return PER_MODEL.get(self.model, {}).get("dtype") == "bfloat16"
+        given = engines.PER_MODEL[self.model] | PER_MODEL.get(self.model, {})
+        return bool(given["dtype"] == "bfloat16")
 
     def _start(self, name: str, transfer: dict[str, object] | None) -> AscendEngine:
         given = PER_MODEL.get(self.model, {}) | ({"kv_transfer_config": transfer} if transfer else {})

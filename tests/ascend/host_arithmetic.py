@@ -72,13 +72,30 @@ def _each(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
 
 
-def on_npu(value: Any, device: torch.device) -> Any:
-    """An npu tensor of what a CPU tensor holds; anything else as it is."""
+def _on_npu(value: Any, device: torch.device) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     made = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
     on_host(made).copy_(value)
     return made
+
+
+def lent(function: Callable[..., Any], args: Any, kwargs: Any, device: torch.device) -> Any:
+    """Call a function of CPU tensors with those over the memory of npu tensors; what it makes is on the npu.
+
+    What it writes in place and returns is the tensor that was given.
+    """
+    given: list[tuple[Any, Any]] = []
+
+    def lend(value: Any) -> Any:
+        given.append((on_host(value), value))
+        return given[-1][0]
+
+    def returned(value: Any) -> Any:
+        own = next((own for here, own in given if here is value), None)
+        return _on_npu(value, device) if own is None else own
+
+    return _each(returned, function(*_each(lend, args), **_each(lend, kwargs)))
 
 
 def _is_npu(value: Any) -> bool:
@@ -112,7 +129,7 @@ class HostArithmetic(TorchDispatchMode):
             return func(*args, **kwargs)
         name, plain = func.name(), func._schema.name
         if plain in STAND_INS:
-            return self._stand_in(STAND_INS[plain], args, kwargs, given[0].device)
+            return lent(STAND_INS[plain], args, kwargs, given[0].device)
         if name in _OWN or (func.is_view and plain not in _COPY_IF_NEEDED):
             return func(*args, **kwargs)
         if plain in IN_PYTHON:
@@ -121,20 +138,6 @@ class HostArithmetic(TorchDispatchMode):
         if not plain.startswith(("aten::", "prims::")):
             raise NotImplementedError(f"nothing computes this operator on the host: {func._schema}")
         return self._compute(func, args, kwargs, given, wanted)
-
-    def _stand_in(self, function: Callable[..., Any], args: Any, kwargs: Any, device: torch.device) -> Any:
-        """What is written in place and returned is the tensor that was given."""
-        lent: list[tuple[Any, Any]] = []
-
-        def lend(value: Any) -> Any:
-            lent.append((on_host(value), value))
-            return lent[-1][0]
-
-        def returned(value: Any) -> Any:
-            given = next((given for here, given in lent if here is value), None)
-            return on_npu(value, device) if given is None else given
-
-        return _each(returned, function(*_each(lend, args), **_each(lend, kwargs)))
 
     def _compute(self, func: Any, args: Any, kwargs: Any, given: list[Any], wanted: torch.device | None) -> Any:
         """An operator of torch's own, by torch's own kernel for CPUs."""
@@ -160,7 +163,7 @@ class HostArithmetic(TorchDispatchMode):
                 return value
             source = sources.get(value.untyped_storage().data_ptr())
             if source is None or source.dtype != value.dtype:
-                return on_npu(value, device)
+                return _on_npu(value, device)
             return torch.as_strided(source, value.size(), value.stride(), value.storage_offset())
 
         return _each(returned, made)

@@ -14,21 +14,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from host_arithmetic import on_host, on_npu
+from host_arithmetic import lent, on_host
 from torch import Tensor
 
 EPSILON = 1e-6
 
 
 def _lent(function: Callable[..., Any]) -> Callable[..., Any]:
-    """For a function of npu tensors: it gets CPU tensors that share their memory, and what it makes is on the npu."""
+    """The function for npu tensors, see :func:`host_arithmetic.lent`. One of the arguments is one."""
 
     @functools.wraps(function)
     def called(*given: Any, **named: Any) -> Any:
-        tensors = [each for each in (*given, *named.values()) if isinstance(each, Tensor) and each.device.type == "npu"]
-        made = function(*map(on_host, given), **{name: on_host(each) for name, each in named.items()})
-        device = tensors[0].device
-        return tuple(on_npu(each, device) for each in made) if isinstance(made, tuple) else on_npu(made, device)
+        tensors = (each for each in (*given, *named.values()) if isinstance(each, Tensor))
+        return lent(function, given, named, next(tensor.device for tensor in tensors if tensor.device.type == "npu"))
 
     return called
 
@@ -242,7 +240,7 @@ def install() -> None:
     gdn.chunk_gated_delta_rule = _lent(chunk_gated_delta_rule)
     gdn.l2norm_fwd = _lent(l2norm)
     gdn.fused_qkvzba_split_reshape_cat = _lent(split_interleaved)
-    gdn.clear_ssm_states = lambda rows, known: clear_states(on_host(rows), on_host(known))
+    gdn.clear_ssm_states = _lent(clear_states)
     qwen3_next.QwenNextMixtureOfExperts.set_moe_parameters = lambda _model: (
         None
     )  # vLLM misses experts where there are none
