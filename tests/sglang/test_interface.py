@@ -294,26 +294,54 @@ def test_how_sglang_keys_pages_of_a_draft_model() -> None:
     assert callable(BaseSpecWorker._draft_model_runners)
 
 
+def request(room: int, length: int = 32, **more: Any) -> Any:
+    """What the transfer backend reads of SGLang's ``Req`` to name its pages."""
+    usual = {"extra_key": None, "cache_salt": None, "lora_id": None, "bootstrap_room": room}
+    asked = {"rid": f"r{room}", "origin_input_ids": array("q", range(length))}
+    return SimpleNamespace(**asked | usual | dict.fromkeys(backend.UNTOLD) | more)
+
+
 @pytest.mark.parametrize("tokens", [31, 32, 33])
 def test_the_last_page_of_a_prompt_with_a_draft_model_is_its_own(tokens: int) -> None:
     """That model's row of the last token depends on the one that is made next."""
 
-    def request(room: int, length: int = tokens, **more: Any) -> Any:
-        usual = {"extra_key": None, "cache_salt": None, "lora_id": None, "bootstrap_room": room}
-        return SimpleNamespace(origin_input_ids=array("q", range(length)), **usual | more)
-
     for pairs in (True, False):
         hashing = backend.PromptHashing(16, pairs=pairs, drafts=True)
-        one, other = hashing.of(request(1)), hashing.of(request(2))
+        one, other = hashing.of(request(1, tokens)), hashing.of(request(2, tokens))
         assert (one[:-1], len(one)) == (other[:-1], -(-tokens // 16))
         assert one[-1] != other[-1]
-        assert one == hashing.of(request(1))
+        assert one == hashing.of(request(1, tokens))
         # What is whole is what SGLang's cache, and so the linker, calls it.
         longer = RadixKey(array("q", range(tokens)), is_bigram=pairs)[: (tokens - 1) // 16 * 16]
         assert one[:-1] == get_storage_hash_str(longer, None, page_size=16)
     plain = backend.PromptHashing(16)
-    assert plain.of(request(1)) == plain.of(request(2))
-    assert plain.of(request(1, lora_id="x")) != plain.of(request(2, lora_id="x"))
+    assert plain.of(request(1, tokens)) == plain.of(request(2, tokens))
+    assert plain.of(request(1, tokens, lora_id="x")) != plain.of(request(2, tokens, lora_id="x"))
+
+
+@pytest.mark.parametrize("name", backend.UNTOLD)
+def test_what_page_hashes_do_not_hold_is_not_handed_over(name: str) -> None:
+    """SGLang's token ids of a prompt that is given as embeddings are made up, the same ones for every such prompt."""
+    parameters = inspect.signature(Req.__init__).parameters
+    assert parameters[name].default is None and f"self.{name} = {name}" in inspect.getsource(Req.__init__)
+    reasons: list[str] = []
+    side = SimpleNamespace(begin=lambda parts: reasons.append(f"{len(parts)} parts"))
+    manager = SimpleNamespace(
+        hashes_of=backend.PromptHashing(16).of,
+        prefill=side,
+        obstacle="",
+        give_up=lambda room, reason: reasons.append(reason),
+    )
+    sender = backend.LayerflowSender.__new__(backend.LayerflowSender)
+    sender.bootstrap_room, sender.hashes = 7, ()
+    asked = request(7, **{name: [[0.5]]}, disagg_kv_sender=sender)
+    backend.LayerflowManager.begin_batch(manager, SimpleNamespace(reqs=[asked]))
+    receiver = backend.LayerflowReceiver.__new__(backend.LayerflowReceiver)
+    receiver.kv_mgr, receiver.bootstrap_room, receiver._hashes, receiver._refusal = manager, 7, (), ""
+    receiver.prepare(asked)
+    prefill, parts, decode = *reasons, receiver._refusal
+    assert parts == "0 parts" and not sender.hashes and not receiver._hashes
+    assert all(f"request r7: its keys and values depend on {name}" in reason for reason in (prefill, decode))
 
 
 def test_salts_and_adapters_are_in_the_page_hashes() -> None:

@@ -59,6 +59,10 @@ Nobody waits for that answer: prefill computes meanwhile."""
 
 REPLACED = "the weights were replaced, and SGLang's cache was not flushed since"
 
+UNTOLD = ("input_embeds", "positional_embed_overrides", "multi_item_delimiter_indices")
+"""What a request may compute its prompt from besides tokens, by SGLang's name: page hashes do not hold it. SGLang keeps
+such requests out of its radix cache, or demands that there is none, but hands them over."""
+
 log = structlog.get_logger("layerflow.sglang")
 
 
@@ -560,7 +564,14 @@ class PromptHashing:
         An adapter's name in SGLang is another one in each engine, so a prompt with one is handed over under its room,
         and shared with nobody. So is a prompt's last page where there is a draft model: that one's row of the last
         token depends on the token that is made next.
+
+        :raises Unsupported: the request has something :data:`UNTOLD`.
         """
+        if untold := [name for name in UNTOLD if getattr(request, name) is not None]:
+            raise Unsupported(
+                f"request {request.rid}: its keys and values depend on {' and '.join(untold)}, which SGLang's page "
+                "hashes do not hold, so that it cannot be handed over; send it to a server without disaggregation"
+            )
         extra, salt, room = request.extra_key, request.cache_salt, f"room-{request.bootstrap_room}"
         if request.lora_id is not None:
             extra, salt = room, None
