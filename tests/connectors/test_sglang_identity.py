@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from layerflow.connectors.sglang.identity import arithmetic_of, checkpoint_of, loaded_modules
-from layerflow.errors import ConfigError
+from layerflow.connectors.sglang import identity
+from layerflow.connectors.sglang.identity import LoadedAdapters, arithmetic_of, checkpoint_of, loaded_modules
+from layerflow.errors import ConfigError, Unsupported
 
 CONFIG = {"architectures": ["TinyForCausalLM"], "hidden_size": 64, "rope_theta": 1e4, "context_len": 4096}
 
@@ -212,3 +213,54 @@ def test_an_adapter_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> No
     missing = SimpleNamespace(lora_id="4f", lora_name="tone", lora_path=str(tmp_path / "none"))
     with pytest.raises(ConfigError, match=r"adapter 'tone': its content cannot be told"):
         with_adapters(missing)
+
+
+# -- adapters in memory ---------------------------------------------------------------------------
+
+
+class LoRAAdapter(nn.Module):
+    """SGLang's, as it holds one in the host's memory."""
+
+    def __init__(self, weight: float = 1.0, *, embedding: float = 0.0, rank: int = 2, scaling: float = 2.0) -> None:
+        super().__init__()
+        self.config, self.scaling = SimpleNamespace(r=rank), scaling
+        name = "layers.0.q_proj.lora_A.weight"
+        self.layers = [SimpleNamespace(weights={name: torch.full((2, 4), weight, dtype=torch.bfloat16)})]
+        self.embedding_layers = {"embed_tokens.lora_A.weight": torch.full((2, 4), embedding)}
+
+
+def loaded(**adapters: LoRAAdapter) -> LoadedAdapters:
+    return LoadedAdapters(SimpleNamespace(loras=adapters))
+
+
+def test_a_loaded_adapter_is_what_its_bytes_are_and_not_its_id() -> None:
+    here = loaded(
+        a=LoRAAdapter(),
+        trained=LoRAAdapter(1.5),
+        embeds=LoRAAdapter(embedding=1.0),
+        ranked=LoRAAdapter(rank=4),
+        scaled=LoRAAdapter(scaling=4.0),
+    )
+    assert len({here.content(each) for each in ("a", "trained", "embeds", "ranked", "scaled")}) == 5
+    assert loaded(other=LoRAAdapter()).content("other") == here.content("a")
+
+
+def test_a_loaded_adapter_is_read_once_and_forgotten_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[Any] = []
+
+    def read(facts: Any, tensors: Any) -> str:
+        reads.append(tensors)
+        return str(len(reads))
+
+    monkeypatch.setattr(identity, "content_of_tensors", read)
+    held = {"a": LoRAAdapter()}
+    here = LoadedAdapters(SimpleNamespace(loras=held))
+    assert [here.content("a"), here.content("a")] == ["1", "1"]
+    held["a"] = LoRAAdapter(1.5)  # under an id that is given again, should SGLang ever do it
+    assert [here.content("a"), len(reads)] == ["2", 2]
+
+
+@pytest.mark.parametrize("adapters", [loaded(), LoadedAdapters(None)], ids=["unloaded", "serves none"])
+def test_an_adapter_that_is_not_loaded_is_refused(adapters: LoadedAdapters) -> None:
+    with pytest.raises(Unsupported, match="no adapter with the id 4f"):
+        adapters.content("4f")

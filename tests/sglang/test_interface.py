@@ -20,6 +20,9 @@ import torch
 from device.simulated import DEVICE, Machine
 from safetensors.torch import save_file
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver, CommonKVSender
+from sglang.srt.lora.lora import LoRAAdapter
+from sglang.srt.lora.lora_config import LoRAConfig
+from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache import kv_cache_builder
@@ -44,7 +47,7 @@ from layerflow.connectors.common.interface import check_interface
 from layerflow.connectors.sglang import LayerflowLinker, engine, linker, plugin
 from layerflow.connectors.sglang.batch_saves import ALLOCATORS, frees_are_seen, full_attention_allocator
 from layerflow.connectors.sglang.drafts import ALGORITHMS, check_drafting, drafts_of
-from layerflow.connectors.sglang.identity import _adapters
+from layerflow.connectors.sglang.identity import LoadedAdapters, _adapters
 from layerflow.connectors.sglang.layout import KV, MAMBA, SWA
 from layerflow.connectors.sglang.options import SglangOptions
 from layerflow.connectors.sglang.pd import backend
@@ -316,7 +319,6 @@ def test_the_last_page_of_a_prompt_with_a_draft_model_is_its_own(tokens: int) ->
         assert one[:-1] == get_storage_hash_str(longer, None, page_size=16)
     plain = backend.PromptHashing(16)
     assert plain.of(request(1, tokens)) == plain.of(request(2, tokens))
-    assert plain.of(request(1, tokens, lora_id="x")) != plain.of(request(2, tokens, lora_id="x"))
 
 
 @pytest.mark.parametrize("name", backend.UNTOLD)
@@ -342,6 +344,37 @@ def test_what_page_hashes_do_not_hold_is_not_handed_over(name: str) -> None:
     prefill, parts, decode = *reasons, receiver._refusal
     assert parts == "0 parts" and not sender.hashes and not receiver._hashes
     assert all(f"request r7: its keys and values depend on {name}" in reason for reason in (prefill, decode))
+
+
+def adapters(**weights: float) -> LoadedAdapters:
+    """Of one engine, by SGLang's ids; each has one weight of such elements."""
+    name = "base_model.model.model.layers.0.self_attn.o_proj.lora_{}.weight"
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["o_proj"]}
+    found = {}
+    for lora_id, weight in weights.items():
+        made = LoRAAdapter(lora_id, LoRAConfig.from_dict(config), SimpleNamespace(num_hidden_layers=1), None, None)
+        made.initialize_weights_from_tensors({name.format(side): torch.full((2, 2), weight) for side in "AB"})
+        found[lora_id] = made
+    return LoadedAdapters(SimpleNamespace(loras=found))
+
+
+@pytest.mark.parametrize("tokens", [31, 32, 33])
+def test_an_adapter_is_handed_over_by_its_content_and_its_room(tokens: int) -> None:
+    """Ids are random in each engine, rooms are counted anew, and what was handed over stays in the pool."""
+    assert "self.loras[lora_ref.lora_id] = lora_adapter" in inspect.getsource(LoRAManager)
+    assert "self.lora_manager" in inspect.getsource(ModelRunner.__init__)
+    prefill = backend.PromptHashing(16, adapters=adapters(p1=1.0, p2=2.0))
+    decode = backend.PromptHashing(16, adapters=adapters(d1=1.0, d2=2.0))
+
+    def hashes(hashing: backend.PromptHashing, room: int, lora_id: str | None) -> list[str]:
+        return hashing.of(request(room, tokens, lora_id=lora_id))
+
+    assert hashes(prefill, 1, "p1") == hashes(decode, 1, "d1")
+    others = [(1, None), (1, "p1"), (1, "p2"), (2, "p1")]
+    pages = [page for room, lora_id in others for page in hashes(prefill, room, lora_id)]
+    assert len(set(pages)) == len(pages) == len(others) * -(-tokens // 16)
+    with pytest.raises(Unsupported, match="no adapter with the id d1"):
+        hashes(prefill, 1, "d1")
 
 
 def test_salts_and_adapters_are_in_the_page_hashes() -> None:

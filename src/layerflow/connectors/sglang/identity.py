@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -19,8 +20,8 @@ from layerflow.connectors.common.computation import (
     tracked_objects,
 )
 from layerflow.connectors.common.weights import Checkpoint, checkpoint, folder_of
-from layerflow.content import folder_content
-from layerflow.errors import ConfigError, LayerflowError
+from layerflow.content import content_of_tensors, folder_content
+from layerflow.errors import ConfigError, LayerflowError, Unsupported
 
 LENGTH = "context_len"
 """SGLang writes it into the model's configuration. It is a size, unless some class of the model reads it."""
@@ -120,6 +121,36 @@ def _adapters(adapters: Iterable[Any]) -> list[list[str]]:
             raise ConfigError(f"adapter {each.lora_name!r}: its content cannot be told: {error}") from error
         found.append([each.lora_id, content])
     return sorted(found)
+
+
+class LoadedAdapters:
+    """The LoRA adapters that SGLang holds in the host's memory, by their content: the same in each engine that has
+    loaded the same one, whatever its name, and from wherever. Used on the scheduler's thread.
+
+    SGLang computes with these bytes, also where other files have taken the place of theirs, and never puts others under
+    an id.
+
+    :param manager: SGLang's LoRAManager; None = it serves no adapters.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self._known: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+
+    def content(self, lora_id: str) -> str:
+        """Digest of an adapter. The first call for it reads all of its bytes, 1 to 2 GB/s.
+
+        :param lora_id: SGLang's.
+        :raises Unsupported: it is not loaded.
+        """
+        adapter = self._manager.loras.get(lora_id) if self._manager is not None else None
+        if adapter is None:
+            raise Unsupported(f"SGLang holds no adapter with the id {lora_id}; load it on both servers")
+        if adapter not in self._known:
+            weights = [*(layer.weights for layer in adapter.layers), adapter.embedding_layers]
+            named = {name: tensor for each in weights for name, tensor in each.items()}
+            self._known[adapter] = content_of_tensors({"rank": adapter.config.r, "scaling": adapter.scaling}, named)
+        return self._known[adapter]
 
 
 def _scales(modules: list[nn.Module]) -> list[Any]:

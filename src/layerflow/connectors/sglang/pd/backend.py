@@ -13,7 +13,7 @@ import hashlib
 import time
 from array import array
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,7 @@ from layerflow.connectors.common.guard import attempt, tell
 from layerflow.connectors.sglang.batch_saves import ALLOCATORS, BatchSaves, frees_are_seen, untold_layers
 from layerflow.connectors.sglang.drafts import drafts_of
 from layerflow.connectors.sglang.engine import EngineCache
+from layerflow.connectors.sglang.identity import LoadedAdapters
 from layerflow.connectors.sglang.layout import KV, MAMBA
 from layerflow.connectors.sglang.options import SglangOptions, options_of_environment
 from layerflow.connectors.sglang.pages import fetch_slots, page_hashes, whole_pages
@@ -121,6 +122,7 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
             self.kv_args.page_size,
             pairs=bool(drafts) and algorithm.is_eagle() and states is None,
             drafts=bool(drafts),
+            adapters=LoadedAdapters(runner.lora_manager),
         )
         agent = cache.agent()
         if agent is None:
@@ -548,12 +550,13 @@ class PromptHashing:
     """How both engines name the pages of a prompt that is handed over.
 
     :param pairs: as of :func:`.pages.page_hashes`, as SGLang's own cache has it.
-    :param drafts: a draft model's cache is handed over too.
+    :param drafts: a draft model's cache is handed over too. :param adapters: that the engine has loaded.
     """
 
     page: int
     pairs: bool = False
     drafts: bool = False
+    adapters: LoadedAdapters = field(default_factory=lambda: LoadedAdapters(None))
 
     def of(self, request: Any) -> list[str]:
         """Page hashes of a prompt, as SGLang's stores have them, and one of what is left behind the last whole page.
@@ -561,11 +564,12 @@ class PromptHashing:
         Of a request that decode has retracted, its output so far belongs to the prompt that prefill is asked to
         compute.
 
-        An adapter's name in SGLang is another one in each engine, so a prompt with one is handed over under its room,
-        and shared with nobody. So is a prompt's last page where there is a draft model: that one's row of the last
-        token depends on the token that is made next.
+        An adapter's id in SGLang is another one in each engine, so a prompt with one is handed over under its room and
+        the adapter's content: what was handed over before, in a room of that number, may be of another adapter. A
+        prompt's last page belongs to its room too where there is a draft model: that one's row of the last token
+        depends on the token that is made next.
 
-        :raises Unsupported: the request has something :data:`UNTOLD`.
+        :raises Unsupported: the request has something :data:`UNTOLD`, or an adapter that is not loaded.
         """
         if untold := [name for name in UNTOLD if getattr(request, name) is not None]:
             raise Unsupported(
@@ -574,7 +578,7 @@ class PromptHashing:
             )
         extra, salt, room = request.extra_key, request.cache_salt, f"room-{request.bootstrap_room}"
         if request.lora_id is not None:
-            extra, salt = room, None
+            extra, salt = f"{room} adapter-{self.adapters.content(request.lora_id)}", None
         tokens = request.origin_input_ids
         if getattr(request, "pd_rebootstrap_in_progress", False):
             tokens = array("q", [*tokens, *request.output_ids])
