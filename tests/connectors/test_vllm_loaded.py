@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from layerflow.connectors.common.loaded import EXCHANGED, LOADED, WRITTEN, LoadedWeights
+from layerflow.connectors.common import loaded
+from layerflow.connectors.common.loaded import EXCHANGED, LOADED, UNREADABLE, WRITTEN, LoadedWeights
 
 
 class Model(nn.Module):
@@ -144,6 +145,71 @@ def test_what_has_no_plain_memory_is_watched_at_its_loading(
     assert not weights.change()
     model.load_weights([])
     assert weights.change() == LOADED
+
+
+class Reads:
+    """Counts each look at the weights, and fails it where that would end the process, or where the device does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        self.unmapped = self.broken = False
+        read = loaded._read
+
+        def counted(group: object) -> torch.Tensor:
+            assert not self.unmapped, "unmapped memory is read"
+            if self.broken:
+                raise RuntimeError("the device has failed")
+            self.count += 1
+            return read(group)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(loaded, "_read", counted)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
+    return Reads(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "seen"),
+    [(lambda model: None, ""), (train, WRITTEN), (lambda model: model.load_weights([]), LOADED)],
+    ids=["came back", "others", "loaded"],
+)
+def test_weights_that_are_away_are_not_read_and_compared_when_they_are_back(
+    model: Model, reads: Reads, meanwhile: Callable[[Model], None], seen: str
+) -> None:
+    weights = watch(model)
+    for _ in range(2):
+        weights.let_go()
+    reads.unmapped = True
+    assert weights.are_away and not weights.change()
+    reads.unmapped = False
+    meanwhile(model)
+    for _ in range(2):
+        weights.take_up()
+    assert (weights.are_away, weights.change()) == (False, seen)
+
+
+def test_a_change_from_before_they_went_stays(model: Model) -> None:
+    weights = watch(model)
+    model.load_weights([])
+    weights.let_go()
+    assert weights.change() == LOADED
+    weights.take_up()
+    assert weights.change() == LOADED
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_weights_that_were_away_and_cannot_be_compared_count_as_others(model: Model, reads: Reads, early: bool) -> None:
+    weights = watch(model)
+    reads.broken = early
+    assert not weights.change()
+    weights.let_go()
+    reads.broken = True
+    weights.take_up()
+    assert weights.change() == UNREADABLE
+    weights.accept()
+    assert not weights.change()
 
 
 def test_closing_gives_the_method_back(model: Model) -> None:

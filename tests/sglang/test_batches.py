@@ -12,6 +12,8 @@ import pytest
 import torch
 from connectors.sglang_fakes import PAGE, SLOTS, PoolWorker
 from e2e.known import eventually
+from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
+from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
@@ -260,7 +262,8 @@ def test_nothing_reads_pools_whose_memory_goes(engine: Engine) -> None:
         engine.compute((request, 32))
         engine.insert(request, 32)
         with suppress(Exception):  # there is no memory saver
-            SchedulerWeightUpdaterManager.release_memory_occupation(SimpleNamespace(), None)
+            asked = ReleaseMemoryOccupationReqInput(tags=[GPU_MEMORY_TYPE_KV_CACHE])
+            SchedulerWeightUpdaterManager.release_memory_occupation(SimpleNamespace(), asked)
         assert not engine.worker.agent.statistics().open_steps
     finally:
         plugin.forget_cache(engine.linker)

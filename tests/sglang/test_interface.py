@@ -9,6 +9,7 @@ import inspect
 import json
 from abc import abstractmethod
 from array import array
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +20,15 @@ import sglang
 import torch
 from device.simulated import DEVICE, Machine
 from safetensors.torch import save_file
+from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver, CommonKVSender
 from sglang.srt.lora.lora import LoRAAdapter
 from sglang.srt.lora.lora_config import LoRAConfig
 from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.lora.lora_registry import LoRARef
+from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
 from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.mem_cache import kv_cache_builder
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
@@ -42,8 +46,10 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from layerflow.connectors.common import loaded
 from layerflow.connectors.common.computation import tracked_objects
 from layerflow.connectors.common.interface import check_interface
+from layerflow.connectors.common.weights import Weights
 from layerflow.connectors.sglang import LayerflowLinker, engine, linker, plugin
 from layerflow.connectors.sglang.batch_saves import ALLOCATORS, frees_are_seen, full_attention_allocator
 from layerflow.connectors.sglang.drafts import ALGORITHMS, check_drafting, drafts_of
@@ -522,14 +528,125 @@ def test_a_backends_cache_hears_of_new_weights_and_of_memory_that_goes() -> None
     assert not missing(plugin.CacheKeeper, backend.LayerflowManager) and not missing(
         plugin.CacheKeeper, LayerflowLinker
     )
+    cache._weights = SimpleNamespace(are_away=False)  # type: ignore[assignment]
     plugin.keep_cache(manager)
     try:
         plugin.weights_change()
         assert len(revoked) == 1 and manager.obstacle == backend.REPLACED
-        plugin.memory_goes()
+        plugin.memory_goes(None, ReleaseMemoryOccupationReqInput(tags=[GPU_MEMORY_TYPE_KV_CACHE]))
         assert len(revoked) == 2
     finally:
         plugin.forget_cache(manager)
+
+
+class Weighed:
+    """A linker, or a transfer backend's manager, whose model can be written to, and whose weights SGLang may release.
+
+    On a GPU whoever reads them then ends the process.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+        self.model = torch.nn.Linear(8, 8)
+        self.named: list[str] = []
+        self.routers: list[str] = []
+        self.unmapped = False
+        read = loaded._read
+
+        def looked(group: Any) -> torch.Tensor:
+            assert not self.unmapped, "unmapped memory is read"
+            return read(group)
+
+        monkeypatch.setattr(loaded, "_read", looked)
+        cache = engine.EngineCache.__new__(engine.EngineCache)
+        agent: Any = SimpleNamespace(spec=SimpleNamespace(content="c"), reset=self.named.append, revoke=lambda _: None)
+        cache._agent, cache._stale, cache._replaced, cache.rank, cache.engine = agent, "", 0, Shard(0, 2), "e"
+        cache.name = "e"
+        cache._weights, cache._named = loaded.LoadedWeights([self.model]), Weights("")
+        self.cache = cache
+        if kind == "linker":
+            nothing = SimpleNamespace(reset=lambda: None, settle=lambda: None)
+            made = LayerflowLinker.__new__(LayerflowLinker)
+            made._cache, made.options, made._early = cache, SglangOptions(), 0
+            made._attached = SimpleNamespace(loads=nothing, saves=nothing)  # type: ignore[assignment]
+            made.events = SimpleNamespace(  # type: ignore[assignment]
+                withdraw=lambda: self.routers.append("none"), begin=lambda *_: self.routers.append("all")
+            )
+            self.flush, self.keeper = made.reset, made
+        else:
+            self.keeper = backend.LayerflowManager.__new__(backend.LayerflowManager)
+            self.keeper._pages = cache
+            self.flush = self.keeper.emptied
+
+    def check_told(self, what: str) -> None:
+        """Routers of the linker's engine believe this of what is stored."""
+        assert self.routers[-1:] == [what] * isinstance(self.keeper, LayerflowLinker)
+
+    def release(self, *tags: str) -> None:
+        with contextlib.suppress(AttributeError):  # there is no scheduler
+            SchedulerWeightUpdaterManager.release_memory_occupation(None, ReleaseMemoryOccupationReqInput(tags=tags))
+        self.unmapped = not tags or GPU_MEMORY_TYPE_WEIGHTS in tags
+
+    def resume(self, *tags: str) -> None:
+        self.unmapped = False
+        updater = SimpleNamespace(
+            offload_tags=set(GPU_MEMORY_ALL_TYPES),
+            memory_saver_adapter=SimpleNamespace(resume=lambda tag: None),
+            _assert_weight_cache_inactive=lambda what: None,
+            tp_cpu_group=None,
+            tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=self.model)),
+            stashed_model_static_state={"buffers": []},
+            scheduler=None,
+        )
+        SchedulerWeightUpdaterManager.resume_memory_occupation(updater, ResumeMemoryOccupationReqInput(tags=tags))
+
+
+@pytest.fixture(params=["linker", "backend"])
+def weighed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Weighed]:
+    plugin.hook_weights()
+    monkeypatch.setattr(torch.distributed, "barrier", lambda group: None)
+    made = Weighed(monkeypatch, request.param)
+    plugin.keep_cache(made.keeper)
+    yield made
+    plugin.forget_cache(made.keeper)
+
+
+@pytest.mark.parametrize("tags", [(), (GPU_MEMORY_TYPE_WEIGHTS,)], ids=["all", "weights"])
+@pytest.mark.parametrize("others", [False, True])
+def test_released_weights_are_not_read_until_they_are_back(
+    weighed: Weighed, others: bool, tags: tuple[str, ...]
+) -> None:
+    """Others may come back than have gone, by no call that anybody hears of; the flush meanwhile names nothing."""
+    weighed.release(*tags)
+    weighed.flush()
+    assert weighed.cache.are_replaced() and not weighed.named
+    weighed.check_told("none")
+    if others:
+        weighed.model.weight.data.add_(1)
+    weighed.resume(*tags)
+    assert weighed.cache.are_replaced() is others and not weighed.named
+    weighed.check_told("none" if others else "all")
+    weighed.flush()
+    assert not weighed.cache.are_replaced() and weighed.named == ["e/1"] * others
+    weighed.check_told("all")
+
+
+def test_new_weights_that_were_released_before_a_flush_stay_without_a_name(weighed: Weighed) -> None:
+    plugin.weights_change()
+    weighed.release(GPU_MEMORY_TYPE_WEIGHTS)
+    weighed.flush()
+    weighed.resume(GPU_MEMORY_TYPE_WEIGHTS)
+    assert weighed.cache.are_replaced() and not weighed.named
+    weighed.flush()
+    assert weighed.named == ["e/1"] and not weighed.cache.are_replaced()
+
+
+def test_weights_stay_where_other_memory_goes(weighed: Weighed) -> None:
+    assert plugin.WEIGHTS == GPU_MEMORY_TYPE_WEIGHTS
+    weighed.release(GPU_MEMORY_TYPE_KV_CACHE)
+    assert not weighed.cache.are_replaced()
+    weighed.model.weight.data.add_(1)
+    weighed.flush()
+    assert weighed.named == ["e/1"]
 
 
 def test_who_watches_batches_hears_all_of_them() -> None:

@@ -34,6 +34,7 @@ STILL_S = 0.01
 LOADED = "load_weights was called"
 WRITTEN = "other bytes were found in the parameters"
 EXCHANGED = "parameters were exchanged for others"
+UNREADABLE = "the parameters' memory was released, and what it holds since could not be compared"
 
 log = structlog.get_logger("layerflow.vllm")
 
@@ -63,6 +64,8 @@ class LoadedWeights:
 
     :param modules: all modules of its models.
     :param balanced: vLLM moves experts between ranks while it serves; these are not compared.
+
+    :ivar are_away: their memory is not mapped: between :meth:`let_go` and :meth:`take_up` nothing of it is read.
     """
 
     def __init__(self, modules: Sequence[nn.Module], *, balanced: bool = False) -> None:
@@ -70,7 +73,9 @@ class LoadedWeights:
         self._given_back: list[Callable[[], None]] = []
         self._groups: list[list[_Sample]] = []
         self._bytes: list[torch.Tensor] = []
+        self._device: torch.device | None = None  #: of those weights that are not on the CPU
         self._change = ""
+        self.are_away = False
         self._rested_at = time.monotonic()
         self._unread = False
         for module in modules:
@@ -79,18 +84,21 @@ class LoadedWeights:
         self.accept()
 
     def accept(self) -> None:
-        """From here on a change is one from the weights as they are at this moment."""
+        """From here on a change is one from the weights as they are at this moment; they must not be away."""
         self._change, self._unread = "", False
         try:
             self._groups = _grouped(self._modules)
             self._bytes = [_read(group) for group in self._groups]
+            devices = (group[0].parameter.device for group in self._groups)
+            self._device = next((device for device in devices if device.type != "cpu"), None)
         except RuntimeError as error:  # of the device, or of a tensor without plain memory
             self._compare_no_more(error)
 
     def change(self) -> str:
         """How they were seen to change since :meth:`accept`; "" = not at all.
 
-        A device that computes is not waited for: there the comparison is made up for once it stands still.
+        A device that computes is not waited for: there the comparison is made up for once it stands still. While the
+        weights are away the answer is the one from before.
         """
         try:
             if not self._change and self._may_read():
@@ -104,6 +112,23 @@ class LoadedWeights:
         """A step is over: from here on the worker stands still until it asks for a :meth:`change`."""
         self._rested_at = time.monotonic()
 
+    def let_go(self) -> None:
+        """Their memory is about to be unmapped. Called again it does nothing."""
+        self.are_away = True
+
+    def take_up(self) -> None:
+        """It is mapped again, at the same addresses, and may hold anything: it is compared at once. The device has to
+        stand still. Called again it does nothing.
+        """
+        if not self.are_away:
+            return
+        self.are_away = False
+        try:
+            self._change = self._change or (self._difference() if self._groups else UNREADABLE)
+        except RuntimeError as error:
+            self._compare_no_more(error)
+            self._change = UNREADABLE
+
     def close(self) -> None:
         """Give the models' methods back, and let go of the models."""
         for give_back in self._given_back:
@@ -111,15 +136,16 @@ class LoadedWeights:
         self._given_back, self._modules, self._groups, self._bytes = [], [], [], []
 
     def _compare_no_more(self, error: RuntimeError) -> None:
-        self._groups, self._bytes = [], []
+        self._groups, self._bytes, self._device = [], [], None
         log.warning("weights_not_compared", error=str(error)[:500])
 
     def _may_read(self) -> bool:
-        on_device = [group[0].parameter.device for group in self._groups if group[0].parameter.device.type != "cpu"]
-        if not on_device:
+        if self.are_away:
+            return False
+        if self._device is None:
             return True
         self._unread |= time.monotonic() - self._rested_at >= STILL_S
-        return self._unread and bool(torch.accelerator.current_stream(on_device[0]).query())
+        return self._unread and bool(torch.accelerator.current_stream(self._device).query())
 
     def _difference(self) -> str:
         for group, before in zip(self._groups, self._bytes, strict=True):

@@ -136,11 +136,24 @@ class EngineCache:
 
     def are_replaced(self) -> bool:
         """Are the weights others than those that the keys name? Then nothing is to be loaded or saved until
-        :meth:`rename`: SGLang may hold pages of both.
+        :meth:`rename`: SGLang may hold pages of both. Nor is it while they are away: they may come back as others.
         """
         if not self._stale and (change := self._weights.change()):
             self._expire(change)
-        return bool(self._stale)
+        return self.weights_are_away or bool(self._stale)
+
+    @property
+    def weights_are_away(self) -> bool:
+        """Has SGLang released the weights' memory?"""
+        return self._weights.are_away
+
+    def weights_go(self) -> None:
+        """SGLang is about to release the weights' memory: it is not read until :meth:`weights_return`."""
+        self._weights.let_go()
+
+    def weights_return(self) -> None:
+        """It is there again. Where it holds what it did, all is as before; else the weights are replaced."""
+        self._weights.take_up()
 
     def about_to_be_replaced(self) -> None:
         """SGLang is about to write to the weights, perhaps while a batch computes: what is being saved may come of both
@@ -157,8 +170,10 @@ class EngineCache:
         log.warning("weights_changed", seen=seen, effect="nothing is shared until the cache is flushed")
 
     def rename(self) -> None:
-        """SGLang's cache is empty: if the weights are others now, so are the keys from here on."""
-        if self._agent is None or not self.are_replaced():
+        """SGLang's cache is empty: if the weights are others now, so are the keys from here on. Weights that are away
+        have no name: should others come back, the next flush names them.
+        """
+        if self._agent is None or self.weights_are_away or not self.are_replaced():
             return
         self._named.replaced(self._agent.spec.content)
         name = self._named.name() if self._named.unnamed else ""

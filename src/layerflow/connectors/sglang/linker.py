@@ -270,7 +270,8 @@ class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
         ready.loads.reset()
         ready.saves.reset()
         self._cache.rename()
-        self._announce()
+        if not self._are_replaced():
+            self._announce()
 
     @guarded(nothing)
     def begin_batch(self, batch: Any, loading: Collection[str]) -> None:
@@ -316,10 +317,23 @@ class LayerflowLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._are_replaced()
 
     @guarded(nothing)
-    def memory_goes(self) -> None:
-        """SGLang is about to let go of memory: nothing reads or writes its pools any more when this returns."""
+    def memory_goes(self, *, weights: bool) -> None:
+        """SGLang is about to let go of memory: nothing reads or writes its pools any more when this returns.
+
+        :param weights: that of the weights goes too.
+        """
+        if weights:
+            self._cache.weights_go()
+            self._are_replaced()
         if self._attached is not None:
             self._attached.saves.settle()
+
+    @guarded(nothing)
+    def weights_return(self) -> None:
+        """The weights' memory is there again. Where it holds what it did, routers believe what they did."""
+        self._cache.weights_return()
+        if not self._are_replaced():
+            self._announce()
 
     def close(self) -> None:
         """Cut off what is under way, and hang up."""

@@ -76,13 +76,14 @@ def hook_backend() -> None:
 
 
 def hook_weights() -> None:
-    """Tell caches that SGLang is about to replace the weights, or to let go of the memory of its pools."""
+    """Tell caches that SGLang is about to replace the weights, or to let go of memory, and when it has that back."""
     updater = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
     _hook(
         before=(
             *((f"{updater}.{name}", weights_change) for name in WEIGHTS_CHANGE),
             (f"{updater}.release_memory_occupation", memory_goes),
-        )
+        ),
+        after=((f"{updater}.resume_memory_occupation", memory_returns),),
     )
 
 
@@ -260,6 +261,9 @@ WEIGHTS_CHANGE = (
     "update_weights_from_ipc", "begin_weight_update",
 )  # fmt: skip
 
+WEIGHTS = "weights"
+"""SGLang's tag of the memory of the weights. A request without tags is about all memory."""
+
 
 class CacheKeeper(Protocol):
     """Hears of what happens to this process's weights and pools, on its scheduler's thread."""
@@ -268,8 +272,15 @@ class CacheKeeper(Protocol):
         """SGLang is about to write to the weights. A batch may still be computing with them."""
         ...
 
-    def memory_goes(self) -> None:
-        """SGLang is about to let go of memory: nothing reads or writes its pools any more when this returns."""
+    def memory_goes(self, *, weights: bool) -> None:
+        """SGLang is about to let go of memory: nothing reads or writes its pools any more when this returns.
+
+        :param weights: that of the weights goes too, which is not to be read until :meth:`weights_return`.
+        """
+        ...
+
+    def weights_return(self) -> None:
+        """The weights' memory is there again, and may hold anything."""
         ...
 
 
@@ -293,10 +304,22 @@ def weights_change(*args: Any, **kwargs: Any) -> None:
         keeper.weights_change()
 
 
-def memory_goes(*args: Any, **kwargs: Any) -> None:
+def memory_goes(updater: Any, request: Any) -> None:
     """Memory is about to be let go of."""
     for keeper in _keepers:
-        keeper.memory_goes()
+        keeper.memory_goes(weights=_is_of_weights(request))
+
+
+def memory_returns(result: Any, updater: Any, request: Any) -> None:
+    """Memory is there again."""
+    for keeper in _keepers:
+        if _is_of_weights(request):
+            keeper.weights_return()
+
+
+def _is_of_weights(request: Any) -> bool:
+    """Is this about the weights' memory?"""
+    return not request.tags or WEIGHTS in request.tags
 
 
 # Batches, for the transfer backend of a prefill engine, or for the linker of an ordinary one.

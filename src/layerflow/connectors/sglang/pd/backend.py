@@ -59,6 +59,7 @@ OPEN_S = 0.5
 Nobody waits for that answer: prefill computes meanwhile."""
 
 REPLACED = "the weights were replaced, and SGLang's cache was not flushed since"
+RELEASED = "SGLang has released the weights' memory (/release_memory_occupation); resume it before you send requests"
 
 UNTOLD = ("input_embeds", "positional_embed_overrides", "multi_item_delimiter_indices")
 """What a request may compute its prompt from besides tokens, by SGLang's name: page hashes do not hold it. SGLang keeps
@@ -155,11 +156,22 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
         if (cache := self._pages) is not None:
             attempt(cache.about_to_be_replaced, "weights_change")
 
-    def memory_goes(self) -> None:
-        """SGLang is about to let go of memory: nothing reads or writes its pools any more when this returns."""
-        agent = self._pages.agent() if self._pages is not None else None
-        if agent is not None:
+    def memory_goes(self, *, weights: bool) -> None:
+        """SGLang is about to let go of memory: nothing reads or writes its pools any more when this returns.
+
+        :param weights: that of the weights goes too.
+        """
+        if (cache := self._pages) is None:
+            return
+        if weights:
+            cache.weights_go()
+        if (agent := cache.agent()) is not None:
             attempt(lambda: agent.revoke("SGLang lets go of its cache's memory"), "memory_goes")
+
+    def weights_return(self) -> None:
+        """The weights' memory is there again, and may hold anything."""
+        if (cache := self._pages) is not None:
+            attempt(cache.weights_return, "weights_return")
 
     def hashes_of(self, request: Any) -> list[str]:
         """Of a request's prompt, see :meth:`PromptHashing.of`."""
@@ -169,7 +181,9 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
     @property
     def obstacle(self) -> str:
         """Why nothing is handed over now; "" = it is."""
-        return REPLACED if self._pages is not None and self._pages.are_replaced() else ""
+        if (cache := self._pages) is None or not cache.are_replaced():
+            return ""
+        return RELEASED if cache.weights_are_away else REPLACED
 
     def begin_attempt(self, room: int, attempt: int) -> None:
         """A room is used from now on: for the first time, or once more; see :func:`.prefilling.handoff_name`."""
