@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from layerflow.connectors.common import loaded
-from layerflow.connectors.common.loaded import EXCHANGED, LOADED, UNREADABLE, WRITTEN, LoadedWeights
+from layerflow.connectors.common.loaded import EXCHANGED, LOADED, STILL_S, UNREADABLE, WRITTEN, LoadedWeights
 
 
 class Model(nn.Module):
@@ -210,6 +211,25 @@ def test_weights_that_were_away_and_cannot_be_compared_count_as_others(model: Mo
     assert weights.change() == UNREADABLE
     weights.accept()
     assert not weights.change()
+
+
+def test_on_a_device_many_questions_in_a_row_are_one_look(
+    model: Model, reads: Reads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's scheduler asks for each waiting request in each round; new weights take longer to come."""
+    now = [100.0]
+    monkeypatch.setattr(loaded.time, "monotonic", lambda: now[0])
+    weights = watch(model)
+    monkeypatch.setattr(weights, "_device", torch.device("cuda", 0))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: SimpleNamespace(query=lambda: True))
+    at_once, reads.count = reads.count, 0
+    for batch in range(3):
+        now[0] += STILL_S
+        assert not any(weights.change() for _ in range(100))
+        assert reads.count == (batch + 1) * at_once
+    train(model)
+    now[0] += STILL_S
+    assert weights.change() == WRITTEN
 
 
 def test_closing_gives_the_method_back(model: Model) -> None:

@@ -29,7 +29,8 @@ LEAST_PLACES = 2
 """Of each parameter, its beginning and its end among them, however many there are."""
 
 STILL_S = 0.01
-"""How long a device's worker has had no step when its weights are compared. New weights of a real model take longer."""
+"""How long a device's worker has had no step, nor a comparison, when its weights are compared. New weights of a real
+model take longer: an answer from before they came is never used once they are there."""
 
 LOADED = "load_weights was called"
 WRITTEN = "other bytes were found in the parameters"
@@ -97,12 +98,13 @@ class LoadedWeights:
     def change(self) -> str:
         """How they were seen to change since :meth:`accept`; "" = not at all.
 
-        A device that computes is not waited for: there the comparison is made up for once it stands still. While the
-        weights are away the answer is the one from before.
+        A device that computes is not waited for: there the comparison is made up for once it stands still. Nor is it
+        asked more often than every :data:`STILL_S`. While the weights are away the answer is the one from before.
         """
         try:
             if not self._change and self._may_read():
                 self._unread = False
+                self._rested_at = time.monotonic()
                 self._change = self._difference()
         except RuntimeError as error:
             self._compare_no_more(error)
