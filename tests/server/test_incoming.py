@@ -239,6 +239,17 @@ async def test_who_waits_hears_of_the_end_of_all_of_them(server: Server) -> None
     assert heard == ["unknown", "both"], "whatever became of it"
 
 
+async def test_who_waits_no_longer_is_not_kept_until_the_objects_have_come(server: Server) -> None:
+    server.tier.begin([new(1), new(2)], range(LAYERS), "engine")
+    heard: list[int] = []
+    forgets = [server.incoming.when_come([key(1), key(2)], lambda n=n: heard.append(n)) for n in range(100)]
+    for forget in forgets:
+        forget()
+    assert not server.incoming._waiters
+    server.heard(server.tier, Hop.FETCH)
+    assert heard == []
+
+
 async def test_who_has_waited_may_go_on_to_what_ends_the_rest(server: Server) -> None:
     """While the book is still at the command that has ended the wait."""
     server.tier.begin([new(1), new(2)], range(LAYERS), "engine")

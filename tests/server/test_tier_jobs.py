@@ -435,3 +435,17 @@ def test_who_waits_for_a_write_that_is_shed_or_never_begins_hears_of_it():
     assert ended == [1] and world.writes.shed_objects == 1
     world.emit([SessionLost(STEP[0])])
     assert ended == [1, 2]
+
+
+def test_who_waits_for_writes_no_longer_is_not_kept_until_they_end(world):
+    ended: list[int] = []
+    world.save(1)
+    world.save(2, step=2)
+    forgets = [world.writes.when_ended([key(1 + n % 2)], lambda n=n: ended.append(n)) for n in range(100)]
+    for forget in forgets[1:]:
+        forget()
+    assert len(world.writes._waiters) == 1, "of the first one's job alone"
+    world.store()
+    world.store(step=2)
+    world.write_all()
+    assert ended == [0] and not world.writes._waiters

@@ -31,6 +31,7 @@ from layerflow.flow.events import (
 )
 from layerflow.objects import HEADER_BYTES
 from layerflow.pool.base import NewObject, Owner, Pool, ReserveStatus
+from layerflow.server.waiters import Waiters
 from layerflow.system.numbers import ascending
 from layerflow.wire.host_messages import EndFetch, Fetch, Fetched, Objects, Pull, ToHost
 from layerflow.wire.packing import pack_u32, pack_u64
@@ -131,7 +132,7 @@ class IncomingObjects:
         self.jobs: dict[int, IncomingJob] = {}  #: those that are not over
         self.coming: dict[bytes, IncomingObject] = {}  #: what is on its way, and may still come
         self._leased: dict[Owner, dict[IncomingJob, None]] = {}  # what each owner has leased something of
-        self._waiting: list[tuple[set[bytes], Callable[[], None]]] = []
+        self._waiters: Waiters[bytes] = Waiters()  # for objects on their way
 
     def add(self, job: IncomingJob, room: Iterable[tuple[int, int]]) -> None:
         """Begin a job.
@@ -182,21 +183,14 @@ class IncomingObjects:
         """Note that these are not on their way any more."""
         for key in keys:
             self.coming.pop(key, None)
-        if self._waiting:
-            for left, _ in self._waiting:
-                left.difference_update(keys)
-            done = [on_done for left, on_done in self._waiting if not left]
-            self._waiting = [each for each in self._waiting if each[0]]
-            for on_done in done:
-                on_done()
+        self._waiters.end(keys)
 
-    def when_come(self, keys: Iterable[bytes], on_done: Callable[[], None]) -> None:
-        """Call `on_done` once none of these is on its way any more, whatever became of it; perhaps at once."""
-        left = {key for key in keys if key in self.coming}
-        if left:
-            self._waiting.append((left, on_done))
-        else:
-            on_done()
+    def when_come(self, keys: Iterable[bytes], on_done: Callable[[], None]) -> Callable[[], None]:
+        """Call `on_done` once none of these is on its way any more, whatever became of it; perhaps at once.
+
+        :returns: see :meth:`.Waiters.wait`.
+        """
+        return self._waiters.wait([key for key in keys if key in self.coming], on_done)
 
     def lease(self, keys: Iterable[bytes], owner: Owner, until: float) -> None:
         """Pin for `owner`, once they have come, those of these that are fetched."""

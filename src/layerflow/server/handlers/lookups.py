@@ -153,9 +153,12 @@ class LookupHandler:
         del digests  # read again behind the wait
         with session.account.charge(waiting(message), kept_bytes(message) + len(keys) * KEPT_KEY_BYTES) as charge:
             written = Answer[None](charge)
-            tier.when_written(keys, functools.partial(written.tell, None))
+            forget = tier.when_written(keys, functools.partial(written.tell, None))
             del keys
-            await written.by(time.monotonic() + message.written_ms / 1e3, None)
+            try:
+                await written.by(time.monotonic() + message.written_ms / 1e3, None)
+            finally:
+                forget()
             digests = (await read_lookup(spec, message)).digests
             prompt = digests, message.tokens, message.tail
             found = await ask_tier(context.pool, tier, spec, prompt, charge, direct=True)
@@ -205,10 +208,14 @@ class LookupHandler:
             session.hit_leases[lookup.request] = lease_until
             incoming = self._context.driver.incoming
             incoming.lease(pieces, lease_owner(session.engine, lookup.request), lease_until)
-            with session.account.charge(waiting(lookup), kept_bytes(lookup), always=True) as charge:
+            waits = kept_bytes(lookup) + len(pieces) * KEPT_KEY_BYTES
+            with session.account.charge(waiting(lookup), waits, always=True) as charge:
                 come = Answer[None](charge)
-                incoming.when_come(pieces, functools.partial(come.tell, None))
-                await unreplaced(session, come.by(come_by, None))
+                forget = incoming.when_come(pieces, functools.partial(come.tell, None))
+                try:
+                    await unreplaced(session, come.by(come_by, None))
+                finally:
+                    forget()
             lost = 0 if until is None else pool.lookup([*pieces]).count(False)
             if lost and not reason:
                 reason = f"{lost} of {len(pieces)} objects of another size did not come"

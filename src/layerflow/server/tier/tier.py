@@ -351,9 +351,9 @@ class Tier:
         """Note that these are whole in the arena."""
         self._writes.committed(step, keys)
 
-    def when_written(self, keys: Sequence[bytes], on_done: Callable[[], None]) -> None:
-        """Call `on_done` once none of `keys` is on its way into the tier any more; perhaps at once."""
-        self._writes.when_ended(keys, on_done)
+    def when_written(self, keys: Sequence[bytes], on_done: Callable[[], None]) -> Callable[[], None]:
+        """Call `on_done` once none of `keys` is on its way into the tier any more; see :meth:`Writes.when_ended`."""
+        return self._writes.when_ended(keys, on_done)
 
     # The host ------------------------------------------------------------------------------------
 

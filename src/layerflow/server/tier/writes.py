@@ -20,6 +20,7 @@ from layerflow.flow.writes import SHED
 from layerflow.objects import HEADER_BYTES
 from layerflow.pool.base import NewObject, Owner, Pool
 from layerflow.server.incoming import StepKey, describe
+from layerflow.server.waiters import Waiters
 from layerflow.system.numbers import ascending
 from layerflow.wire import host_messages as wire
 from layerflow.wire.packing import pack_u32
@@ -80,7 +81,7 @@ class Writes:
         self._by_step: dict[StepKey, list[WriteJob]] = {}
         self._numbers = ascending()
         self._ended = anyio.Event()
-        self._waiting: list[tuple[set[int], Callable[[], None]]] = []  # for these jobs, by number
+        self._waiters: Waiters[int] = Waiters()  # for jobs, by number
         self.written_objects = 0
         self.written_bytes = 0
         self.shed_objects = 0
@@ -179,14 +180,14 @@ class Writes:
             case TransferDone():
                 self._end(self._jobs.pop(command.transfer))
 
-    def when_ended(self, keys: Iterable[bytes], on_done: Callable[[], None]) -> None:
-        """Call `on_done` once none of these is on its way any more, whatever became of it; perhaps at once."""
+    def when_ended(self, keys: Iterable[bytes], on_done: Callable[[], None]) -> Callable[[], None]:
+        """Call `on_done` once none of these is on its way any more, whatever became of it; perhaps at once.
+
+        :returns: see :meth:`.Waiters.wait`.
+        """
         wanted = set(keys)
-        jobs = {job.number for job in self._jobs.values() if not wanted.isdisjoint(job.positions)}
-        if jobs:
-            self._waiting.append((jobs, on_done))
-        else:
-            on_done()
+        jobs = [job.number for job in self._jobs.values() if not wanted.isdisjoint(job.positions)]
+        return self._waiters.wait(jobs, on_done)
 
     def _publish(self, job: WriteJob, objects: Sequence[int]) -> None:
         self.written_at = time.monotonic()
@@ -212,10 +213,6 @@ class Writes:
         if job.begun:
             self._send(wire.EndWrite(job.number))
         self._pool.release(job.owner)
-        for waiting in list(self._waiting):
-            waiting[0].discard(job.number)
-            if not waiting[0]:
-                self._waiting.remove(waiting)
-                waiting[1]()
+        self._waiters.end((job.number,))
         self._ended.set()
         self._ended = anyio.Event()
