@@ -252,6 +252,56 @@ class PoolContract:
         assert pool.expire(8.0) == 2
         assert pool.statistics().pinned == 0
 
+    def test_pins_that_ran_out_end_few_at_a_time(self, pool):
+        self.store(pool, *map(new, range(8)))
+        for number in range(4):
+            pool.acquire([key_of(2 * number), key_of(2 * number + 1)], ("lease", number), 5.0 + number)
+        pool.acquire([key_of(0)], OTHER, 9.0)
+        pinned = [pool.statistics().pinned]
+        for _ in range(3):
+            assert pool.expire(7.0, 2) == 2
+            pinned.append(pool.statistics().pinned)
+        assert pool.expire(7.0, 2) == 0
+        assert pinned == [8, 7, 5, 3]
+
+    def test_an_owner_of_more_than_end_at_a_time_keeps_the_first_until_its_turn(self, pool):
+        self.store(pool, *map(new, range(5)))
+        pool.acquire([key_of(number) for number in range(5)], READER, 5.0)
+        assert [pool.expire(5.0, 2), pool.pinned_by(READER)] == [2, 3]
+        pool.acquire([key_of(4)], READER, 9.0)
+        assert pool.expire(5.0, 2) == 0, "what it has left lasts longer, too"
+        assert [pool.expire(9.0, 3), pool.expire(9.0, 3)] == [3, 1]
+        assert not pool.owners() and not pool.statistics().pinned
+
+    def test_what_an_owner_has_let_go_is_its_no_more_and_ends_when_there_is_time(self, pool):
+        heard: list[object] = []
+        pool.listen_owners(heard.append)
+        self.store(pool, *map(new, range(5)))
+        pool.acquire([key_of(number) for number in range(5)], READER, float("inf"))
+        pool.let_go(READER)
+        assert heard == [READER] and not pool.pinned_by(READER)
+        assert pool.copy_pins(READER, [key_of(0)], OTHER) is None
+        pool.acquire([key_of(0)], READER, 9.0)
+        assert pool.statistics().pinned == 5, "nothing that may still be read is evicted"
+        assert [pool.expire(float("-inf"), 3) for _ in range(3)] == [3, 2, 0]
+        assert pool.statistics().pinned == pool.pinned_by(READER) == 1
+        pool.let_go(OTHER)
+        assert pool.owners() == [READER]
+
+    def test_each_owner_that_pins_nothing_any_more_is_told(self, pool):
+        heard: list[object] = []
+        pool.listen_owners(heard.append)
+        self.store(pool, new("one"), new("two"))
+        for owner in ("released", "moved", "expired"):
+            pool.acquire([key_of("one"), key_of("two")], owner, 5.0)
+        pool.release("released", [key_of("one")])
+        assert heard == []
+        pool.release("released")
+        pool.transfer_pins("moved", "heir", 9.0)
+        pool.release("nobody")
+        pool.expire(5.0)
+        assert heard == ["released", "moved", "expired"]
+
     def test_owners_pin_independently(self, pool):
         self.store(pool, new("one"))
         pool.acquire([key_of("one")], READER, 5.0)

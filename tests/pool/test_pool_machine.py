@@ -36,7 +36,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.writing: dict[int, tuple[str, int, int]] = {}
         self.hidden: dict[int, tuple[int, int]] = {}  # offset -> (name, size)
         self.pins: dict[tuple[str, int], float] = {}
-        self.hits = self.misses = 0
+        self.hits = self.misses = self.let_go_count = 0
 
     def nbytes(self, name: int) -> int:
         return SIZES[min(name // 6, 4)]
@@ -143,12 +143,22 @@ class PoolMachine(RuleBasedStateMachine):
         named |= {offset for offset, (name, _) in self.hidden.items() if batch is None or name in batch}
         self.unpin([pin for pin in self.pins if pin[0] == owner and pin[1] in named])
 
-    @rule(passed=st.floats(0.0, 3.0))
-    def expire(self, passed):
+    @rule(passed=st.floats(0.0, 3.0), most=st.integers(1, 40))
+    def expire(self, passed, most):
         self.now += passed
         overdue = [pin for pin, until in self.pins.items() if until <= self.now]
-        assert self.pool.expire(self.now) == len(overdue)
+        ended = [self.pool.expire(self.now, most) for _ in range(len(overdue) // most + 1)]
+        assert max(ended) <= most and sum(ended) == len(overdue)
         self.unpin(overdue)
+
+    @rule(owner=owners)
+    def let_go(self, owner):
+        self.pool.let_go(owner)
+        self.let_go_count += 1
+        mine = [offset for other, offset in self.pins if other == owner]
+        for offset in mine:
+            del self.pins[owner, offset]
+            self.pins[f"let go {self.let_go_count}", offset] = -math.inf
 
     @rule(batch=batches)
     def hide(self, batch):

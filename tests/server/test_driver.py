@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
-from layerflow.flow.events import BatchDone, FrontierReached, LayerShape, Limits, Part, SessionOpened, StepOpened
+from layerflow.flow.events import (
+    BatchDone,
+    FrontierReached,
+    LayerShape,
+    Limits,
+    Part,
+    SessionLost,
+    SessionOpened,
+    StepClosed,
+    StepOpened,
+)
 from layerflow.observe.metrics import Metrics
 from layerflow.server.driver import FIRST_BATCHES, Driver
+from layerflow.server.planner import StepRecord, step_owner
 from layerflow.wire.messages import Grant, Message
 
 BATCHES = 8 * FIRST_BATCHES
@@ -32,5 +44,27 @@ async def test_a_load_begins_with_a_few_batches_and_goes_on_with_one_grant_a_rep
         (refill,) = sent
         assert isinstance(refill, Grant)
         assert len(refill.batches) > FIRST_BATCHES
+    finally:
+        driver.close()
+
+
+async def test_the_pins_of_a_session_that_is_lost_end_behind_its_turn() -> None:
+    """However many steps it has open; those of a step that ends by itself end with it."""
+    pool = Mock(spec=["release", "drop_owner"])
+    driver = Driver(pool, Limits(), Metrics(), lambda *_: None, lambda _: None)
+    driver.let_go = Mock()
+    try:
+        driver.handle(SessionOpened(1, (LayerShape(0, 1),)))
+        for step in range(100):
+            driver.open((1, step), StepRecord(step_owner(1, step)))
+            driver.handle(StepOpened(1, step, 1e9, 1e9, (Part("request", 0, 1),)))
+        driver.handle(BatchDone(1, 1), StepClosed(1, 0, True))
+        assert pool.release.called and not driver.let_go.called
+        pool.release.reset_mock()
+        driver.handle(SessionLost(1))
+        assert not pool.release.called and not driver.open_steps
+        assert {call.args[0] for call in driver.let_go.call_args_list} == {
+            step_owner(1, step) for step in range(1, 100)
+        }
     finally:
         driver.close()

@@ -55,7 +55,7 @@ def test_upkeep_that_fails_does_not_end_the_server(embed: Embed, monkeypatch: py
     server = embed()
     failures = []
 
-    def fail(now: float) -> int:
+    def fail(now: float, most: int) -> int:
         failures.append(now)
         raise RuntimeError("a bug in the pool")
 

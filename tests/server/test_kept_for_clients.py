@@ -16,6 +16,8 @@ from layerflow.config.settings import Settings
 from layerflow.server import EmbeddedServer
 from layerflow.server.account import ENTRY_BYTES, OVERDRAFT, Account
 from layerflow.server.handlers.handoffs import open_handoff
+from layerflow.server.handlers.lookups import LookupHandler
+from layerflow.server.leases import PINNED_BYTES
 from layerflow.server.mailboxes import MAX_WAITING, Mailboxes, next_turn
 from layerflow.server.plans import MOST_UNUSED
 from layerflow.wire import codec
@@ -116,20 +118,106 @@ def test_a_request_that_is_looked_up_again_and_again_has_few_plans(embed: Embed,
     worker.agent.close()
 
 
-def test_a_hit_past_the_share_has_a_lease_and_no_plan(embed: Embed, client_of: Clients) -> None:
+@pytest.mark.parametrize("engine", ["raw", "another"], ids=["with a plan", "with a lease"])
+def test_a_hit_past_the_share_is_refused_and_pins_nothing(embed: Embed, client_of: Clients, engine: str) -> None:
     server = embed(**SMALL)
-    worker = worker_on(server, spec=SPEC, engine="raw")
+    worker = worker_on(server, spec=SPEC, engine=engine)
     chain = worker.prompt(64)
     worker.serve(chain)
     client = client_of(server)
     for number in range(SHARE // ENTRY_BYTES):
         client.say(wire.WatchHandoff(number, f"h{number}", 600_000))
     client.say(client.lookup("r", list(chain.digests), tail=os.urandom(16)))
-    found = client.hear(wire.Found)
-    while isinstance(found, wire.Problem):
+    refused = client.hear(wire.Found)
+    while isinstance(refused, wire.Problem) and "request 'r'" not in refused.message:
+        refused = client.hear(wire.Found)
+    assert isinstance(refused, wire.Problem) and refused.code == "quota" and "max_client_bytes" in refused.message
+    assert eventually(lambda: server.call(lambda: server.server.pool.statistics().pinned) == 0)
+    session = server.call(lambda: server.server.sessions.get(client.number))
+    assert session is not None and not session.hit_leases
+    worker.agent.close()
+
+
+def leased(server: EmbeddedServer) -> int:
+    owners = server.call(server.server.pool.owners)
+    return sum(owner[0] == "lease" for owner in owners)  # type: ignore[index]
+
+
+def test_leases_of_one_client_are_bounded_over_its_connections(embed: Embed, client_of: Clients) -> None:
+    """Pins of what is pinned already take no room in the arena, and memory of the server."""
+    server = embed(**SMALL, pool__lease_share=1.0)
+    worker = worker_on(server, spec=SPEC, blocks=512)
+    chain = worker.prompt(64 * SPEC.chunk_tokens)
+    worker.serve(chain)
+    digests, lease = list(chain.digests), ENTRY_BYTES + 64 * PINNED_BYTES
+    fit, left = SHARE // lease, 0
+    for connection in range(3):
+        client = client_of(server)
+        answers = []
+        for number in range(200):
+            client.say(client.lookup(f"{connection} {number}", digests))
+            answers.append(client.hear(wire.Found))
+        # A lookup that takes more than a slice counts meanwhile, too.
+        assert all(isinstance(each, wire.Found) and each.tokens == 1024 for each in answers[: fit - 2])
+        assert all(isinstance(each, wire.Problem) and each.code == "quota" for each in answers[fit:])
+        mine = sum(isinstance(each, wire.Found) for each in answers)
+        assert eventually(lambda mine=mine: kept(server, client) == mine * lease)  # noqa: B023
+        assert leased(server) == left + mine, "of this client, and of those who have gone"
+        client.say(wire.DropLease(f"{connection} 0"))
+        assert eventually(lambda mine=mine: kept(server, client) == (mine - 1) * lease)  # noqa: B023
+        client.close()
+        left = min(left + mine - 1, fit)
+        assert eventually(lambda left=left: leased(server) == left)
+        assert eventually(lambda left=left: server.call(lambda: server.server.accounts.nbytes) == left * lease)
+    server.call(lambda: server.server._server_context.leases.expire(1e18))
+    assert eventually(lambda: leased(server) == 0)
+    assert server.call(lambda: server.server.accounts.nbytes) == 0
+    assert eventually(lambda: server.call(lambda: server.server.pool.statistics().pinned) == 0)
+    worker.agent.close()
+
+
+def test_plans_of_a_client_that_is_gone_are_counted_leases(embed: Embed, client_of: Clients) -> None:
+    server = embed(**SMALL, pool__lease_ms=600_000)
+    worker = worker_on(server, spec=SPEC, engine="raw")
+    chain = worker.prompt(64)
+    worker.serve(chain)
+    client = client_of(server)
+    for number in range(100):
+        client.say(client.lookup(f"r{number}", list(chain.digests)))
         found = client.hear(wire.Found)
-    assert found.tokens == 64 and not found.plan
-    assert server.call(lambda: server.server.pool.statistics().pinned) > 0
+        assert isinstance(found, wire.Found) and found.plan
+    counted = 100 * (ENTRY_BYTES + 4 * PINNED_BYTES)
+    assert eventually(lambda: kept(server, client) == counted)
+    plans = server.server._server_context.plans
+    assert server.call(lambda: len(plans)) == 100
+    client.close()
+    assert eventually(lambda: server.call(lambda: len(plans)) == 0)
+    assert leased(server) == 100
+    assert eventually(lambda: server.call(lambda: server.server.accounts.nbytes) == counted)
+    worker.agent.close()
+
+
+def test_a_lookup_whose_client_is_lost_meanwhile_leaves_no_pin(embed: Embed, client_of: Clients) -> None:
+    server = embed()
+    worker = worker_on(server, spec=SPEC, blocks=512)
+    chain = worker.prompt(64 * SPEC.chunk_tokens)
+    worker.serve(chain)
+    client = client_of(server)
+    context = server.server._server_context
+    session = server.call(lambda: server.server.sessions.get(client.number))
+    message = client.lookup("r", list(chain.digests))
+
+    def half() -> int:
+        """Until something is pinned; then it is closed, as what a client has under way that is lost."""
+        work = LookupHandler(context).look_up(session, message)
+        while not (pinned := context.pool.statistics().pinned):
+            work.send(None)
+        work.close()
+        return pinned
+
+    assert server.call(half) > 0
+    assert eventually(lambda: server.call(lambda: server.server.pool.statistics().pinned) == 0)
+    assert kept(server, client) == 0 and not leased(server)
     worker.agent.close()
 
 

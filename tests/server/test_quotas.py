@@ -123,8 +123,8 @@ def test_a_step_that_is_refused_ends_the_plans_of_its_hits(embed: Embed) -> None
 
 @pytest.mark.parametrize("last", ["moved", "gone", "opened"])
 def test_loads_of_a_refused_step_that_have_begun_keep_their_objects(last: str) -> None:
-    pool, asker = Mock(), Mock(engine="e", hit_leases={}, number=1)
-    plans = PinnedHits(pool)
+    leases, asker = Mock(), Mock(engine="e", hit_leases={}, number=1)
+    plans = PinnedHits(Mock(), leases, lambda: 10.0)
     for request in ("r", "other"):
         plans.keep(asker, request, [2, 3], "lookup", Mock())
     plans.refused("e", ["r"], 2, 7)
@@ -136,10 +136,10 @@ def test_loads_of_a_refused_step_that_have_begun_keep_their_objects(last: str) -
     if last == "moved":
         plans.moved(2, 7)
     elif last == "gone":
-        plans.gone(Mock(number=2), 0.0)
+        plans.gone(Mock(number=2))
     else:
         plans.opened("e", "r", 2)
-    assert len(plans) == 1 and pool.release.call_count == 1
+    assert len(plans) == 1 and leases.let_go.call_count == 1
     plans.moved(2, 7)
     assert len(plans) == 1 and not plans._refused
 

@@ -216,6 +216,10 @@ class Pool(Protocol):
         """Drop the owner's pins on `keys` (None = all of them). Unknown pins are ignored."""
         ...
 
+    def listen_owners(self, listener: Callable[[Owner], None]) -> None:
+        """Call `listener` with each owner that pins nothing any more, from now on."""
+        ...
+
     def owners(self) -> list[Owner]:
         """Return everyone who pins something."""
         ...
@@ -228,8 +232,14 @@ class Pool(Protocol):
         """Every complete object."""
         ...
 
-    def expire(self, now: float) -> int:
-        """Drop every pin that ran out; how many."""
+    def let_go(self, owner: Owner) -> None:
+        """As :meth:`release` of all pins, at once however many they are: they are the owner's no more, and end in
+        :meth:`expire`.
+        """
+        ...
+
+    def expire(self, now: float, most: int = ...) -> int:
+        """Drop pins that ran out, at most so many; how many. As many as `most`: there may be more."""
         ...
 
     def reserve(self, objects: Sequence[NewObject], owner: Owner) -> list[Reservation]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import enum
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import count, islice
 
 from layerflow.errors import PoolError
 from layerflow.expiring import ExpiryHeap
@@ -73,6 +74,8 @@ class Directory:
         #: What each owner pins: a lease is an owner, however many objects it holds.
         self._pins: dict[Owner, dict[DirectoryEntry, None]] = {}
         self._ends: ExpiryHeap[Owner] = ExpiryHeap()  #: of exactly the owners in `_pins`
+        self.owner_listener: Callable[[Owner], None] | None = None  #: hears of each owner that pins nothing any more
+        self._let_go = count()  #: numbers those whose pins are over
         self._reserved: dict[Owner, dict[DirectoryEntry, None]] = {}
 
     # Writing -------------------------------------------------------------------------------------
@@ -233,6 +236,8 @@ class Directory:
         if pins is None:
             return
         self._ends.discard(owner)
+        if self.owner_listener is not None:
+            self.owner_listener(owner)
         mine = self._pins.setdefault(heir, pins)  # as they are, where the heir has none: a lookup's, at its end
         if mine is not pins:
             for entry in pins:
@@ -261,13 +266,25 @@ class Directory:
         """What `owner` pins."""
         return self._pins.get(owner, ())
 
-    def expire(self, now: float) -> tuple[int, list[DirectoryEntry]]:
-        """Drop pins that run out at or before `now`: how many, and the entries now unpinned."""
+    def let_go(self, owner: Owner) -> None:
+        """The owner's pins are its no more; :meth:`expire` drops them. However many they are, this is done at once."""
+        self.transfer_pins(owner, ("let_go", next(self._let_go)), -math.inf)
+
+    def expire(self, now: float, most: int = sys.maxsize) -> tuple[int, list[DirectoryEntry]]:
+        """Drop pins that run out at or before `now`, `most` at a time: how many, and the entries now unpinned."""
         dropped, idle = 0, []
         for owner in self._ends.expire(now):
             pins = self._pins[owner]
-            dropped += len(pins)
-            idle += self._drop(owner, list(reversed(pins)))
+            left = most - dropped
+            if len(pins) <= left:
+                dropped += len(pins)
+                idle += self._drop(owner, list(reversed(pins)))
+            else:
+                dropped += left
+                idle += self._unread([pins.popitem()[0] for _ in range(left)])  # the newest, as above
+                self._ends.set(owner, -math.inf)  # the rest is over, too, unless its owner prolongs it
+            if dropped >= most:
+                break
         return dropped, idle
 
     def owners(self) -> list[Owner]:
@@ -290,6 +307,13 @@ class Directory:
         else:
             for entry in entries:
                 del mine[entry]
+        idle = self._unread(entries)
+        if owner not in self._pins and self.owner_listener is not None:
+            self.owner_listener(owner)
+        return idle
+
+    def _unread(self, entries: list[DirectoryEntry]) -> list[DirectoryEntry]:
+        """An owner pins these no more; those that nobody pins any more."""
         for entry in entries:
             entry.readers -= 1
         idle = [entry for entry in entries if not entry.readers]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Protocol
@@ -273,6 +274,10 @@ class MemoryPool:
         """Call `listener` with the key of each object that becomes complete, or is evicted or hidden, from now on."""
         self._directory.listener = listener
 
+    def listen_owners(self, listener: Callable[[Owner], None]) -> None:
+        """Call `listener` with each owner that pins nothing any more, from now on."""
+        self._directory.owner_listener = listener
+
     def memory_at(self, offset: int, nbytes: int) -> memoryview:
         """The arena's bytes there, to be written by who has reserved them."""
         return self._view[offset : offset + nbytes]
@@ -373,9 +378,13 @@ class MemoryPool:
         """How many objects an owner pins."""
         return len(self._directory.pinned_by(owner))
 
-    def expire(self, now: float) -> int:
-        """Drop every pin that ran out at or before `now`; how many."""
-        dropped, idle = self._directory.expire(now)
+    def let_go(self, owner: Owner) -> None:
+        """The owner's pins are its no more, and end in :meth:`expire`, however early it is told."""
+        self._directory.let_go(owner)
+
+    def expire(self, now: float, most: int = sys.maxsize) -> int:
+        """Drop pins that ran out at or before `now`, at most so many; how many."""
+        dropped, idle = self._directory.expire(now, most)
         self._release_idle(idle)
         return dropped
 

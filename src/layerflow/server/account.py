@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -50,6 +51,10 @@ class Charge:
         if self.account.holds(self):
             self.end = end
 
+    def resize(self, nbytes: int) -> None:
+        """Count so many bytes besides :data:`ENTRY_BYTES` from now on: what is kept has grown or shrunk already."""
+        self.account.resize(self, nbytes + ENTRY_BYTES)
+
     def __enter__(self) -> Charge:
         return self
 
@@ -76,11 +81,13 @@ class Allowance:
 class Account:
     """One client's account.
 
+    :param emptied: called whenever nothing is kept any more.
     :ivar nbytes: that the client makes the server keep. :ivar most: that it ever did.
     """
 
-    def __init__(self, accounts: Accounts) -> None:
+    def __init__(self, accounts: Accounts, emptied: Callable[[], object] | None = None) -> None:
         self._accounts = accounts
+        self._emptied = emptied
         self._charges: dict[Charge, None] = {}
         self._closed = False
         self.nbytes = self.most = 0
@@ -122,6 +129,14 @@ class Account:
         if self._charges.pop(charge, charge) is None:
             charge.end = None  # it refers to what was kept, which must not wait for the garbage collector
             self._add(-charge.nbytes)
+            if not self._charges and self._emptied is not None:
+                self._emptied()
+
+    def resize(self, charge: Charge, nbytes: int) -> None:
+        """A charge's bytes change; of one that is released, nothing."""
+        if charge in self._charges:
+            self._add(nbytes - charge.nbytes)
+            charge.nbytes = nbytes
 
     def close(self) -> None:
         """The client has ended; what is kept for it is ended next, by :meth:`end_one`."""
@@ -177,6 +192,20 @@ class Accounts:
         if account is None:
             account = self._accounts[client] = Account(self)
         return account
+
+    def charge_left(self, who: Hashable, what: str, nbytes: int, *, always: bool = False) -> Charge:
+        """Count what clients who have gone leave behind, as what one client keeps that lasts as long as any of it does.
+
+        :param who: they are the same user: other clients of his may go too, and what they leave is counted with this.
+        :raises Refused: as of :meth:`Account.charge`.
+        """
+        key = ("left", who)
+        account = self._accounts.get(key)
+        if account is None:
+            account = Account(self, functools.partial(self._accounts.pop, key, None))
+        charge = account.charge(what, nbytes, always=always)
+        self._accounts[key] = account
+        return charge
 
     def close(self, client: Hashable) -> None:
         """A client has ended, and with it all that is kept for it, much of it in slices on the running loop."""
@@ -236,7 +265,8 @@ class Accounts:
             raise Refused(
                 "quota",
                 f"{what} of {nbytes} bytes: {account.entries} things of {account.nbytes} bytes are kept for this "
-                f"client, and server.max_client_bytes is {allowed.share}; wait for answers, or ask for less at once",
+                f"client, and server.max_client_bytes is {allowed.share}; wait for answers, drop leases, or ask for "
+                "less at once",
             )
         if self.nbytes + nbytes > allowed.total and mine > allowed.total // max(1, len(self._accounts)):
             raise Refused(

@@ -36,9 +36,9 @@ from layerflow.flow.commands import (
     WakeAt,
     WriteBegun,
 )
-from layerflow.flow.events import BatchDone, Event, FrontierReached, Hop, Limits, Tick
+from layerflow.flow.events import BatchDone, Event, FrontierReached, Hop, Limits, SessionLost, Tick
 from layerflow.observe.metrics import Metrics
-from layerflow.pool.base import Pool
+from layerflow.pool.base import Owner, Pool
 from layerflow.server.incoming import IncomingObjects, IncomingSaves
 from layerflow.server.planner import MOST_UNCLAIMED, StepRecord
 from layerflow.wire.messages import (
@@ -70,6 +70,8 @@ class Driver:
     `unclaimed`: objects that a worker did not store in its turn: any equal one may.
     """
 
+    let_go: Callable[[Owner], None]  #: ends all pins of an owner in turns; set before a session is lost
+
     def __init__(
         self,
         pool: Pool,
@@ -96,6 +98,7 @@ class Driver:
         self._timer: asyncio.TimerHandle | None = None
         self._wake: float | None = None
         self._handling = False
+        self._losing = False
         self._later: deque[Event] = deque()
         self._log = structlog.get_logger("layerflow.server.driver")
 
@@ -142,6 +145,7 @@ class Driver:
                 except InvalidTransition as error:
                     refused = refused or error
                     continue
+                self._losing = isinstance(event, SessionLost)
                 for command in commands:
                     self._obey(command)
                 if self.flow.paused:
@@ -233,12 +237,14 @@ class Driver:
             case Revoke():
                 self._stored(command, False, command.reason)
             case LoadsDone():
-                self._pool.release(self._books[command.session, command.step].owner)
+                self._unpin(self._books[command.session, command.step].owner)
             case Release():
                 self._notice(command.session).released.append(command.request)
             case StepDone():
                 # A step without loads has no LoadsDone, and may have pinned what turned out to be of no use.
-                self._pool.drop_owner(self._books.pop((command.session, command.step)).owner)
+                owner = self._books.pop((command.session, command.step)).owner
+                self._unpin(owner)
+                self._pool.drop_owner(owner)
                 self._notice(command.session).finished.append(command.step)
                 self._step_done(command)
             case Arrived() | RoomFreed() | LayersStored():
@@ -250,6 +256,13 @@ class Driver:
                 self.sources.obey(command)
             case WakeAt():
                 self._wake = command.when
+
+    def _unpin(self, owner: Owner) -> None:
+        """A step's pins end; of a session that is lost all steps do in this turn, and their pins in later ones."""
+        if self._losing:
+            self.let_go(owner)
+        else:
+            self._pool.release(owner)
 
     def _load_failed(self, command: LoadFailed) -> None:
         book = self._books[command.session, command.step]

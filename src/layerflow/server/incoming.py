@@ -132,6 +132,7 @@ class IncomingObjects:
         self.jobs: dict[int, IncomingJob] = {}  #: those that are not over
         self.coming: dict[bytes, IncomingObject] = {}  #: what is on its way, and may still come
         self._leased: dict[Owner, dict[IncomingJob, None]] = {}  # what each owner has leased something of
+        self.owner_listener: Callable[[Owner], None] | None = None  #: hears of each owner that has leased nothing more
         self._waiters: Waiters[bytes] = Waiters()  # for objects on their way
 
     def add(self, job: IncomingJob, room: Iterable[tuple[int, int]]) -> None:
@@ -226,6 +227,8 @@ class IncomingObjects:
             del self._leased[owner][job]
             if not self._leased[owner]:
                 del self._leased[owner]
+                if self.owner_listener is not None:
+                    self.owner_listener(owner)
 
     def divide(self, job: IncomingJob, heir: IncomingJob, keys: Collection[bytes]) -> list[Event]:
         """Move some of a job's objects to another job, their leases too.
@@ -244,6 +247,10 @@ class IncomingObjects:
         """Drop what owners have leased that are gone."""
         for owner in [owner for owner in self._leased if belongs(owner)]:
             self.drop_lease(owner)
+
+    def leased_by(self, owner: Owner) -> int:
+        """How many objects an owner has leased that are on their way."""
+        return sum(len(job.leases[owner].keys) for job in self._leased.get(owner, ()))
 
     def lease_owners(self) -> set[Owner]:
         """Return everyone who has leased something that is on its way."""

@@ -7,15 +7,18 @@ it is not used. If whoever asked hangs up, what no worker has used by then becom
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import secrets
-from collections.abc import Collection, Iterable
+import time
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from layerflow.pool.base import Owner, Pool
 from layerflow.server.account import Charge
 from layerflow.server.clients import ClientSession
+from layerflow.server.leases import Leases, lease_owner
 from layerflow.system import numbers
 
 MOST_UNUSED = 4
@@ -52,11 +55,6 @@ class PinnedHit:
         return plan_owner(self.engine, self.number)
 
 
-def lease_owner(engine: str, request: str) -> tuple[str, str, str]:
-    """The owner of the pins of what a lookup has leased."""
-    return ("lease", engine, request)
-
-
 def lookup_owner(engine: str, request: str, asker: int, number: int) -> tuple[str, str, str, int, int]:
     """The owner of these pins until the lookup is answered: ranks of one engine may ask for a request side by side.
 
@@ -76,10 +74,15 @@ def plan_owner(engine: str, number: int) -> tuple[str, str, int]:
 
 
 class PinnedHits:
-    """All plans that pin something."""
+    """All plans that pin something.
 
-    def __init__(self, pool: Pool) -> None:
+    :param lease_s: how long what a client was told that has gone stays leased.
+    """
+
+    def __init__(self, pool: Pool, leases: Leases, lease_s: Callable[[], float]) -> None:
         self._pool = pool
+        self._leases = leases
+        self._lease_s = lease_s
         # A number of another server must mean nothing here.
         self._numbers = itertools.count(secrets.randbits(48) + numbers.first)
         self._plans: dict[int, PinnedHit] = {}
@@ -103,6 +106,7 @@ class PinnedHits:
             self._pool.transfer_pins(giver, plan.owner, math.inf)
         asker.hit_leases[request] = math.inf
         self._plans[plan.number] = plan
+        charge.on_end(functools.partial(self._asker_gone, plan))
         self._by_request.setdefault((plan.engine, request), set()).add(plan.number)
         return plan.number
 
@@ -152,13 +156,18 @@ class PinnedHits:
             self._end(plan)
         return len(unused)
 
-    def gone(self, client: ClientSession, until: float) -> None:
-        """A client is gone: as a worker it opens no step any more, and what it was told is a lease until `until`."""
+    def gone(self, client: ClientSession) -> None:
+        """A client is gone: as a worker it opens no step any more. What it was told ends with its charge."""
         for plan in list(self._plans.values()):
-            if plan.asker is client and not plan.used:
-                self._end(plan, until)
-            else:
+            if plan.asker is not client or plan.used:
                 self._leave(plan, client.number)
+
+    def _asker_gone(self, plan: PinnedHit) -> None:
+        """What no worker has used is a lease again; the rest is counted with what else its client has left behind."""
+        if plan.used:
+            plan.charge = self._leases.charge_left(plan.asker, self._pool.pinned_by(plan.owner))
+        else:
+            self._end(plan, time.monotonic() + self._lease_s())
 
     def _leave(self, plan: PinnedHit, worker: int) -> None:
         if worker in plan.workers:
@@ -179,7 +188,6 @@ class PinnedHits:
         for worker in list(plan.refused):
             self._forget_refused(plan, worker)
         del self._plans[plan.number]
-        plan.charge.release()
         mine = self._by_request[plan.engine, plan.request]
         mine.remove(plan.number)
         leases = plan.asker.hit_leases
@@ -192,6 +200,7 @@ class PinnedHits:
         if not mine:
             del self._by_request[plan.engine, plan.request]
         if until is None:
-            self._pool.release(plan.owner)
+            plan.charge.release()
+            self._leases.let_go(plan.owner)
         else:
-            self._pool.transfer_pins(plan.owner, lease_owner(plan.engine, plan.request), until)
+            self._leases.from_plan(plan.owner, plan.charge, plan.asker, plan.request, until)

@@ -35,6 +35,7 @@ from layerflow.server.driver import Driver
 from layerflow.server.handlers import Handlers
 from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handoffs.registry import Handoffs
+from layerflow.server.leases import Leases
 from layerflow.server.mailboxes import Mailboxes
 from layerflow.server.plans import PinnedHits
 from layerflow.server.recorder import Recorder, server_sample, session_note, settings_in_force
@@ -127,7 +128,7 @@ async def housekeep(
         due = now + PERIOD_S
         try:
             expired = leases.expired(now, lag, caught_up())
-            server.pool.expire(expired)
+            server.leases.expire(expired)
             server.handoffs.expire(expired)
             server.driver.follows.expire(now)
             if server.sources is not None:
@@ -198,6 +199,8 @@ class Server:
         )
         self.driver.handoffs = self.handoffs
         arena, incoming = (self._arena.fd, self._arena.nbytes), self.driver.incoming
+        leases = Leases(self.pool, incoming, self.accounts, lambda work: asyncio.get_running_loop().call_soon(work))
+        self.driver.let_go = leases.let_go
         self.tier: Tier | None = None
         if tier is not None:
             from layerflow.server.tier.tier import Tier  # noqa: PLC0415 - most servers have none
@@ -259,10 +262,10 @@ class Server:
             arena_bytes=self._arena.nbytes,
             settings=lambda: self.settings.server,
             journal=self._journal,
-            lease_s=lambda: self.settings.pool.lease_ms / 1e3,
+            leases=leases,
             handoffs=self.handoffs,
             pd=lambda: self.settings.pd,
-            plans=PinnedHits(self.pool),
+            plans=PinnedHits(self.pool, leases, lambda: self.settings.pool.lease_ms / 1e3),
             incarnation=secrets.randbits(62) + 1,
             sources=sources,
             mailboxes=self.mailboxes,

@@ -15,6 +15,7 @@ from layerflow.server.chunk_journal import ChunkJournal
 from layerflow.server.clients import AnySession, ClientSession, Sessions
 from layerflow.server.driver import Driver
 from layerflow.server.handoffs.registry import Handoffs
+from layerflow.server.leases import Leases
 from layerflow.server.mailboxes import Mailboxes
 from layerflow.server.plans import PinnedHits
 from layerflow.server.recorder import Recorder
@@ -37,7 +38,7 @@ class ServerContext:
     :param journal: what engines have said of their chunks, and what became of these.
     :param handoffs: what is kept for decode engines.
     :param pd: the settings of prefill and decode apart.
-    :param lease_s: how long leases usually last.
+    :param leases: what lookups have leased.
     :param recorder: takes notes of what happens, while a recording is wanted.
     :param trials: settings that a client tries.
     :param span_questions: what workers are asked of their last steps.
@@ -64,7 +65,7 @@ class ServerContext:
     journal: ChunkJournal
     handoffs: Handoffs
     pd: Callable[[], PdSettings]
-    lease_s: Callable[[], float]
+    leases: Leases
     mailboxes: Mailboxes
     recorder: Recorder
     trials: Trials

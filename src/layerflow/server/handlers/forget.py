@@ -45,7 +45,7 @@ def reset_engine(context: ServerContext, engine: str) -> dict[str, Any]:
     incoming = context.driver.incoming
     leases = [owner for owner in {*context.pool.owners(), *incoming.lease_owners()} if is_lease_of(engine, owner)]
     for owner in leases:
-        context.pool.release(owner)
+        context.leases.let_go(owner)
         incoming.drop_lease(owner)
     incoming.revoke(REPLACED, unwanted=True)
     told = len(leases) + context.plans.reset(engine)

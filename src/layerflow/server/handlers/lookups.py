@@ -30,8 +30,9 @@ from layerflow.server.handlers.lookup_requests import (
     waiting,
 )
 from layerflow.server.handlers.remote import DIGESTS_PER_SLICE, KEPT_KEY_BYTES, ask_servers
+from layerflow.server.leases import PINNED_BYTES, lease_owner
 from layerflow.server.mailboxes import Answer, Slices, in_slices, next_turn
-from layerflow.server.plans import lease_owner, lookup_owner
+from layerflow.server.plans import lookup_owner
 from layerflow.server.search import (
     ask_tier,
     bring_pieces,
@@ -42,9 +43,6 @@ from layerflow.server.search import (
     view_of_tier,
 )
 from layerflow.wire import messages as wire
-
-PINNED_BYTES = 64
-"""What the pin of one object takes, in bytes."""
 
 MOST_SEARCHES = 3
 """How often a lookup starts over because objects were evicted between its slices."""
@@ -205,9 +203,11 @@ class LookupHandler:
             come_by = received_at + sources.settings.lookup_timeout_ms / 1e3 if until is None else until
             lease_until = lookup.lease_ms / 1e3 + (time.monotonic() if until is None else until)
             check_leases(session, lookup.request, self._context.settings().max_leases)
+            self._context.leases.charge(session, lookup.request, len(pieces))
             session.hit_leases[lookup.request] = lease_until
-            incoming = self._context.driver.incoming
-            incoming.lease(pieces, lease_owner(session.engine, lookup.request), lease_until)
+            incoming, owner = self._context.driver.incoming, lease_owner(session.engine, lookup.request)
+            incoming.lease(pieces, owner, lease_until)
+            self._context.leases.settle(owner)
             waits = kept_bytes(lookup) + len(pieces) * KEPT_KEY_BYTES
             with session.account.charge(waiting(lookup), waits, always=True) as charge:
                 come = Answer[None](charge)
@@ -246,20 +246,30 @@ class LookupHandler:
         """Search, lease and answer. What leaves the pool between two slices is searched for again."""
         pool, resets, message = self._context.pool, session.resets, asked.message
         owner = lookup_owner(session.engine, message.request, session.number, message.id)
-        for _ in range(MOST_SEARCHES):
-            before = pool.departures
-            hit = await in_slices(search())
-            until = time.monotonic() + message.lease_ms / 1e3
-            places, leased = await self._lease(session, asked, hit, owner, until)
-            # With a store behind the arena, the step that loads the hit brings back what leaves the arena now.
-            if self._context.sources is not None or pool.departures == before:
-                break
-        if session.resets != resets:
-            pool.release(owner)
-            raise Replaced
-        plan = self._plan(session, message, owner) if places else 0
-        if not plan:
-            pool.transfer_pins(owner, lease_owner(session.engine, message.request), until)
+        try:
+            for _ in range(MOST_SEARCHES):
+                before = pool.departures
+                hit = await in_slices(search())
+                until = time.monotonic() + message.lease_ms / 1e3
+                places, leased = await self._lease(session, asked, hit, owner, until)
+                # With a store behind the arena, the step that loads the hit brings back what leaves the arena now.
+                if self._context.sources is not None or pool.departures == before:
+                    break
+            if session.resets != resets:
+                raise Replaced
+            plan = self._plan(session, message, owner) if places else 0
+            try:
+                self._keep(session, message.request, owner, until)
+            except Refused:  # by a plan the hit can be loaded: what else of it is still to come is not kept then
+                if not plan:
+                    raise
+                self._context.leases.settle(lease_owner(session.engine, message.request))
+        except BaseException:  # the client is lost, or refused
+            if not self._context.leases.settle(lease_owner(session.engine, message.request)):
+                session.hit_leases.pop(message.request, None)
+            raise
+        finally:
+            self._context.leases.let_go(owner)
         tokens = self._found(
             session, message, hit, received_at, plan=plan, places=places, following=following, reason=reason
         )
@@ -303,18 +313,31 @@ class LookupHandler:
         return told if any(is_placed(spec, places, tokens, row) for tokens, row in ends) else b"", told
 
     def _plan(self, session: ClientSession, message: wire.Lookup, owner: Owner) -> int:
-        """Make what `owner` pins a plan's: its number; 0: no worker could use one."""
+        """Make what `owner` pins a plan's: its number; 0: no worker could use one.
+
+        :raises Refused: the client keeps too much.
+        """
         context = self._context
         workers = context.sessions.workers_of(session.engine)
         if not workers or any(worker.direct for worker in workers):
             return 0
-        pinned = context.pool.pinned_by(owner) * PINNED_BYTES
-        try:
-            charge = session.account.charge(f"request {message.request!r}: the plan of a hit", pinned)
-        except Refused:
-            return 0  # what it has hit is leased all the same
+        pinned = context.pool.pinned_by(owner) + context.pool.pinned_by(lease_owner(session.engine, message.request))
+        charge = session.account.charge(f"request {message.request!r}: the plan of a hit", pinned * PINNED_BYTES)
         numbers = [worker.number for worker in workers]
         return context.plans.keep(session, message.request, numbers, owner, charge)
+
+    def _keep(self, session: ClientSession, request: str, owner: Owner, until: float) -> None:
+        """Make what `owner` pins the request's lease, and count it with what of the hit is still to come.
+
+        :raises Refused: the client keeps too much.
+        """
+        context, lease = self._context, lease_owner(session.engine, request)
+        pinned = context.pool.pinned_by(owner)
+        if not (pinned or context.pool.pinned_by(lease) or context.driver.incoming.leased_by(lease)):
+            return
+        context.leases.charge(session, request, pinned)
+        context.pool.transfer_pins(owner, lease, until)
+        context.leases.settle(lease)
 
     def _found(
         self,

@@ -27,7 +27,8 @@ from layerflow.server.handlers.forget import purge, reset_engine
 from layerflow.server.handlers.handoffs import end_handoff, keep_part, open_handoff, release_handoff, watch_handoff
 from layerflow.server.handlers.lookups import LookupHandler
 from layerflow.server.handlers.steps import open_step, report, step_refused, tell
-from layerflow.server.plans import is_lease_of, lease_owner
+from layerflow.server.leases import lease_owner
+from layerflow.server.plans import is_lease_of
 from layerflow.server.recorder import session_note
 from layerflow.server.spans import trace_workers
 from layerflow.wire import messages as wire
@@ -112,7 +113,7 @@ class Handlers:
         # A tool that asked and left is nothing that an operator has to know of.
         log = self._log.info if session.spec is not None or session.entered else self._log.debug
         log("session_lost", session=session.number, engine=session.name, pid=session.pid, why=why)
-        context.plans.gone(session, time.monotonic() + context.lease_s())
+        context.plans.gone(session)
         context.span_questions.lose(session.number)
         context.trials.lost(session.number)
         if context.recorder.current is not None and session.spec is not None:
@@ -270,7 +271,7 @@ class Handlers:
         owner = lease_owner(engine, message.request)
         session.hit_leases.pop(message.request, None)
         context.driver.follows.disallow(engine, message.request)
-        context.pool.release(owner)
+        context.leases.let_go(owner)
         context.driver.incoming.drop_lease(owner)
 
     def _later(

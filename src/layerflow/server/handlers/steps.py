@@ -26,9 +26,9 @@ from layerflow.recording.notes import StepNote
 from layerflow.server.account import Refused
 from layerflow.server.clients import ClientSession
 from layerflow.server.handlers.context import ServerContext
+from layerflow.server.leases import lease_owner
 from layerflow.server.mailboxes import in_slices, next_turn
 from layerflow.server.planner import PlannedStep, plan_direct, plan_step, step_owner
-from layerflow.server.plans import lease_owner
 from layerflow.server.step_check import CheckedStep, check_deadlines, check_step, count_objects
 from layerflow.wire import messages as wire
 
