@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -187,6 +188,44 @@ def test_leases_leave_room_for_saves_however_many_requests_wait():
         pool.release(("waits", request))
     pool.release(OTHER)
     assert pool.statistics().pinned == 0
+    pool.validate()
+
+
+def test_looking_for_room_of_a_new_size_costs_no_more_the_more_pin() -> None:
+    """An arena that is full, of objects of one size: every second one is pinned."""
+    work = []
+    for owners in (1, 10_000):
+        pool = MemoryPool(Arena(16 * OBJECT))
+        pool.reserve([new(i) for i in range(16)], WRITER)
+        pool.commit([key_of(i) for i in range(16)], WRITER)
+        for owner in range(owners):
+            pool.hold([key_of(i) for i in range(0, 16, 2)], ("waits", owner), math.inf)
+        events = []
+        before = sys.getprofile()
+        sys.setprofile(lambda _, event, __, events=events: events.append(event))
+        try:
+            wide = pool.reserve([new("wide", 3 * OBJECT)], OTHER)
+        finally:
+            sys.setprofile(before)
+        assert outcomes(wide) == [ReserveStatus.FULL] and pool.statistics().evictions == 0
+        work.append(len(events))
+        pool.validate()
+    assert work[1] == work[0]
+
+
+def test_room_of_a_new_size_is_made_where_nothing_stays() -> None:
+    pool = MemoryPool(Arena(16 * OBJECT))
+    pool.reserve([new(i) for i in range(16)], WRITER)
+    pool.commit([key_of(i) for i in range(15)], WRITER)
+    for owner in range(3):
+        pool.hold([key_of(i) for i in range(0, 15, 4)], owner, math.inf)
+    assert outcomes(pool.reserve([new("wide", 4 * OBJECT)], OTHER)) == [ReserveStatus.FULL]
+    pool.release(0)
+    pool.release(1)
+    assert outcomes(pool.reserve([new("wide", 4 * OBJECT)], OTHER)) == [ReserveStatus.FULL], "one still pins them"
+    pool.release(2, [key_of(4)])
+    assert outcomes(pool.reserve([new("wide", 4 * OBJECT)], OTHER)) == [ReserveStatus.RESERVED]
+    assert pool.lookup([key_of(i) for i in (0, 8, 12)]) == [True] * 3
     pool.validate()
 
 

@@ -11,7 +11,7 @@ import enum
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import count, islice
 
 from layerflow.errors import PoolError
@@ -21,7 +21,7 @@ from layerflow.places import NO_PLACE
 from layerflow.pool.base import Located, NewObject, Owner
 from layerflow.pool.chunk_index import ChunkIndex
 from layerflow.pool.eviction import Evictable
-from layerflow.pool.slots import ByOffset
+from layerflow.pool.slots import ByOffset, Extent
 from layerflow.presence import PresenceWriter, tail_marks
 
 
@@ -34,14 +34,27 @@ class ObjectState(enum.Enum):
 class DirectoryEntry(Evictable):
     """One object's place and state.
 
+    :param extent: that it lies in.
     :ivar header: what its header began with when it was published.
     :ivar place: its offset and generation, as plans have them.
     """
 
-    __slots__ = ("block_digests", "header", "located", "nbytes", "parent", "place", "readers", "state", "writer")
+    __slots__ = (
+        "block_digests",
+        "extent",
+        "header",
+        "located",
+        "nbytes",
+        "parent",
+        "place",
+        "readers",
+        "state",
+        "writer",
+    )
 
-    def __init__(self, new: NewObject, offset: int, room: int, writer: Owner) -> None:
+    def __init__(self, new: NewObject, extent: Extent, offset: int, room: int, writer: Owner) -> None:
         super().__init__(new.key, room)
+        self.extent = extent
         self.located = Located(offset, new.blocks, new.tokens)
         self.nbytes = new.nbytes
         self.parent = new.parent
@@ -290,14 +303,6 @@ class Directory:
     def owners(self) -> list[Owner]:
         """Return everyone who pins something."""
         return list(self._pins)
-
-    def held(self) -> Iterator[int]:
-        """Offsets of everything that must stay: half-written or pinned (with repeats)."""
-        for entry in self.writing.values():
-            yield entry.located.offset
-        for pins in self._pins.values():
-            for entry in pins:
-                yield entry.located.offset
 
     def _drop(self, owner: Owner, entries: list[DirectoryEntry]) -> list[DirectoryEntry]:
         mine = self._pins[owner]

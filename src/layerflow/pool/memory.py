@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -152,6 +152,23 @@ class Room:
         self._headers.erase(entry.located.offset)
         self.slots.free(entry.located.offset)
 
+    def admit(self, entry: DirectoryEntry) -> None:
+        """A new object may be evicted from now on."""
+        entry.extent.evictable += 1
+        self.policy.admit(entry)
+
+    def park(self, entries: Collection[DirectoryEntry]) -> None:
+        """These may not be evicted: somebody pins them, or they are no longer there."""
+        for entry in entries:
+            entry.extent.evictable -= 1
+        self.policy.park(entries)
+
+    def unpark(self, entries: Collection[DirectoryEntry]) -> None:
+        """These may be evicted again."""
+        for entry in entries:
+            entry.extent.evictable += 1
+        self.policy.unpark(entries)
+
     def place(self, wanted: dict[int, list[int]]) -> list[tuple[int, int, int]]:
         """(index, offset, room) for what fits: runs per size if all fits, else one by one in the caller's order."""
         placed: list[tuple[int, int, int]] = []
@@ -181,13 +198,13 @@ class Room:
         while (missing := count - len(offsets)) and len(policy):
             window: list[int] | None = None
             if not policy.of_size(room) or not tries:
-                window = slots.window(room, chain(self._directory.held(), pending))
+                window = slots.window(room)
                 if window is None and not policy.of_size(room):
                     break
             if window is not None and not tries:
                 for offset in window:
                     entry = self._directory.at[offset]
-                    policy.park((entry,))
+                    self.park((entry,))
                     self._evicted(entry)
             else:
                 self._evict_in_order(missing * room)
@@ -200,6 +217,7 @@ class Room:
     def _evict_in_order(self, nbytes: int) -> None:
         victim = self.policy.victim
         while nbytes > 0 and (entry := victim()) is not None:
+            entry.extent.evictable -= 1
             nbytes -= entry.room
             self._evicted(entry)
 
@@ -346,14 +364,14 @@ class MemoryPool:
     def _pin(self, there: Sequence[DirectoryEntry], owner: Owner, until: float, lease: bool) -> None:
         """Pin these, as far as leases may, and count."""
         fresh, first = self._directory.pin(there, owner, until, self._most(lease))
-        self._policy.park(first)
+        self._room.park(first)
         self._policy.use(fresh)
         self._hits += len(there)
 
     def hold(self, keys: Sequence[bytes], owner: Owner, until: float, *, lease: bool = False) -> None:
         """Pin complete objects without counting a hit or a use; what is not there is left out."""
         there = [entry for entry in self._directory.find(keys) if entry is not None]
-        self._policy.park(self._directory.pin(there, owner, until, self._most(lease))[1])
+        self._room.park(self._directory.pin(there, owner, until, self._most(lease))[1])
 
     def transfer_pins(self, owner: Owner, heir: Owner, until: float) -> None:
         """All pins of `owner` are `heir`'s from now on, until `until`, or longer where `heir` had some."""
@@ -424,7 +442,7 @@ class MemoryPool:
                     claimed.add(key)
                     wanted.setdefault(slots.stride(new.nbytes), []).append(index)
         for index, offset, room in self._room.place(wanted):
-            self._directory.reserve(DirectoryEntry(objects[index], offset, room, owner))
+            self._directory.reserve(DirectoryEntry(objects[index], self._slots.extent_at(offset), offset, room, owner))
             self._headers.erase_before(offset, room)
             results[index] = Reservation(ReserveStatus.RESERVED, offset)
         final = [
@@ -444,7 +462,7 @@ class MemoryPool:
             self._directory.publish(entry)
             published.append(entry)
         for entry in reversed(published):  # a prompt's last chunks go first: without the first ones they are no use
-            self._policy.admit(entry)
+            self._room.admit(entry)
         self._commits += len(published)
         return len(published)
 
@@ -493,7 +511,7 @@ class MemoryPool:
                 continue
             hidden += 1
             if not entry.readers:
-                self._policy.park((entry,))
+                self._room.park((entry,))
                 self._room.free(entry)
             self._directory.hide(entry)
         self._hidden += hidden
@@ -556,6 +574,11 @@ class MemoryPool:
             end = offset + entry.room
         if len(self._policy) != sum(not entry.readers for entry in self._directory.ready.values()):
             raise PoolError("eviction considers other objects than the complete unpinned ones")
+        if any(self._slots.extent_at(offset) is not entry.extent for offset, entry in self._directory.at.items()):
+            raise PoolError("an object's extent is not the one that it lies in")
+        evictable = Counter(entry.extent for entry in self._directory.ready.values() if not entry.readers)
+        if any(extent.evictable != evictable[extent] for extent in self._slots.extents()):
+            raise PoolError("the objects of an extent that may be evicted are miscounted")
 
     def _revoke_reservations(self, entries: list[DirectoryEntry]) -> int:
         for entry in entries:
@@ -569,7 +592,7 @@ class MemoryPool:
         stored = idle
         if self._directory.hides:
             stored = [entry for entry in idle if entry.state is not ObjectState.HIDDEN]
-        self._policy.unpark(stored)
+        self._room.unpark(stored)
         if len(stored) < len(idle):
             for entry in idle:
                 if entry.state is ObjectState.HIDDEN:

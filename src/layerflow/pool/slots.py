@@ -8,9 +8,10 @@ common stock (:class:`FreeRuns`), where another size may take it.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
+from operator import attrgetter
 from typing import Generic, TypeVar
 
 from layerflow.errors import PoolError
@@ -134,13 +135,17 @@ _EXTENT_BYTES = 8 << 20  # what an extent has at least, on a large arena
 _EXTENTS_AIMED_AT = 32  # on a small arena, so that one size does not own all of it
 _MAX_WASTE = 1 / 16  # of an extent left unused, where a few more slots allow that
 _MORE_SLOTS = 16
+_FIRST = attrgetter("first")
 _LOOK_AT = 32  # partly used extents that one allocation searches for a long run
 
 
 class Extent:
-    """Consecutive slots of one size. Bit i of `free` says that slot i is free."""
+    """Consecutive slots of one size. Bit i of `free` says that slot i is free.
 
-    __slots__ = ("base", "first", "free", "granules", "slots", "stride")
+    :ivar evictable: how many slots have objects that may be evicted; counted by whoever knows the objects.
+    """
+
+    __slots__ = ("base", "evictable", "first", "free", "granules", "slots", "stride")
 
     def __init__(self, first: int, granules: int, base: int, stride: int, slots: int) -> None:
         self.first = first
@@ -149,6 +154,7 @@ class Extent:
         self.stride = stride
         self.slots = slots
         self.free = (1 << slots) - 1
+        self.evictable = 0
 
     @property
     def used(self) -> int:
@@ -226,7 +232,7 @@ class Slots:
         self._stock = FreeRuns(nbytes // self.granule_bytes)
         self.capacity_bytes = self._stock.granules * self.granule_bytes  #: also the largest possible object
         self._classes: dict[int, _SizeClass] = {}
-        self._extents: dict[Extent, None] = {}
+        self._extents: list[Extent] = []  # by their first granule
         self._at: ByOffset[Extent] = ByOffset(nbytes)
 
     def stride(self, nbytes: int) -> int:
@@ -284,30 +290,37 @@ class Slots:
         self.used_bytes -= extent.stride
         if extent.free == (1 << extent.slots) - 1:
             del size_class.partial[extent]
-            del self._extents[extent]
+            del self._extents[bisect_left(self._extents, extent.first, key=_FIRST)]
             self._stock.give(extent.first, extent.granules)
             size_class.extents -= 1
             if not size_class.extents:
                 del self._classes[extent.stride]
         return extent.stride
 
-    def window(self, nbytes: int, held: Iterable[int]) -> list[int] | None:
+    def extent_at(self, offset: int) -> Extent:
+        """The extent of the slot in use that begins at `offset`."""
+        return self._at[offset]
+
+    def extents(self) -> list[Extent]:
+        """All extents, by their place."""
+        return list(self._extents)
+
+    def window(self, nbytes: int) -> list[int] | None:
         """The cheapest neighbourhood to empty so that an object of `nbytes` of a new size fits.
 
-        :param held: offsets of objects that must stay.
-        :returns: offsets of the objects to free, fewest bytes first choice; None where no neighbourhood is
-            free of held objects. O(extents): for when taking victims in order has not helped.
+        :returns: offsets of the objects to free, fewest bytes first choice; None where each neighbourhood has an
+            object that must stay. O(extents): for when taking victims in order has not helped.
         """
         wanted = -(-self.stride(nbytes) // self.granule_bytes)
-        fixed = {self._at[offset] for offset in held}
-        ordered = sorted(self._extents, key=lambda extent: extent.first)
+        ordered = self._extents
         best: tuple[int, int, int] | None = None
         left, cost, floor = 0, 0, 0  # floor: first granule after the extent left of the window
         for right, extent in enumerate(ordered):
-            if extent in fixed:
+            used = extent.used
+            if extent.evictable < used:
                 left, cost, floor = right + 1, 0, extent.first + extent.granules
                 continue
-            cost += extent.used * extent.stride
+            cost += used * extent.stride
             after = ordered[right + 1].first if right + 1 < len(ordered) else self._stock.granules
             while left <= right:
                 gone = ordered[left]
@@ -349,6 +362,8 @@ class Slots:
         offsets = {offset: extent for extent in self._extents for offset in extent.offsets()}
         if offsets != dict(self._at.items()) or self.used_bytes != sum(extent.stride for extent in offsets.values()):
             raise PoolError("the slots in use differ from the objects on the books")
+        if any(after.first <= extent.first for extent, after in pairwise(self._extents)):
+            raise PoolError("extents are not listed by their place")
         for extent in self._extents:
             known = self._classes[extent.stride]
             if not extent.used or (extent in known.partial) != bool(extent.free):
@@ -392,7 +407,7 @@ class Slots:
                 raise PoolError(f"the longest free run does not hold the {granules} granules it should")
         slots = granules * self.granule_bytes // stride
         extent = Extent(first, granules, first * self.granule_bytes, stride, slots)
-        self._extents[extent] = None
+        insort(self._extents, extent, key=_FIRST)
         size_class.extents += 1
         size_class.partial[extent] = None
         return extent
