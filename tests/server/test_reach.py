@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import random
 import time
@@ -9,6 +10,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import anyio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -237,6 +239,69 @@ async def test_a_question_past_its_deadline_is_not_asked(tier):
     answers: list[frozenset[bytes]] = []
     ask(asked, [bytes(24)], answers, within_s=0.0)
     assert answers == [frozenset()] and not sent
+
+
+async def asked_for(sent: list[Ask], mailboxes: Mailboxes) -> list[bytes]:
+    """What the host is asked for, once nobody has anything to do but wait for its answer."""
+    while mailboxes.busy:  # noqa: ASYNC110 - the mailboxes' turns are what is tested
+        await asyncio.sleep(0)
+    return [ask.keys for ask in sent]
+
+
+async def test_a_short_prompt_of_many_objects_is_asked_for_in_turns_with_other_clients(tier):
+    """Recurrent state and 1000 ranks: no group needs the prompt's beginning, and each chunk is 1000 objects."""
+    asked, sent = tier
+    asked.settings = PoolSettings(lookup_timeout_ms=600_000)
+    mailboxes, accounts = Mailboxes(), Accounts(lambda: Allowance(1 << 30, 1 << 30))
+    answers: list[frozenset[bytes]] = []
+
+    async def look(client: int, spec: ModelSpec, tokens: int) -> None:
+        with accounts.of(client).charge("a lookup that waits") as kept:
+            answers.append(await ask_tier(Arena(), asked, spec, prompt_of(tokens), kept))  # type: ignore[arg-type]
+
+    wide, narrow = spec_of([STATE], shards=1000), spec_of([STATE])
+    for tokens in (20 * CHUNK, 21 * CHUNK):
+        mailboxes.start(accounts.of(1), look(1, wide, tokens))
+    [first] = await asked_for(sent, mailboxes)
+    assert len(first) == 24 * real.ASKED_KEYS
+    assert first[:24] == object_key(prompt_of(20 * CHUNK)[0][-1], 0, wide.shard), "the longest hit goes first"
+    assert accounts.of(1).nbytes >= 2 * len(first), "all that is asked for is counted"
+    mailboxes.start(accounts.of(2), look(2, narrow, CHUNK))
+    assert len(await asked_for(sent, mailboxes)) == 2
+    asked.host_said(Present(sent[1].id, b"\1"))
+    await asked_for(sent, mailboxes)
+    assert answers == [frozenset(keys_of(narrow, prompt_of(CHUNK)[0]))], "before the first one's have all been asked"
+
+    answered = {sent[1].id}
+    while len(answers) < 3:
+        [under_way] = [ask for ask in sent if ask.id not in answered]
+        answered.add(under_way.id)
+        asked.host_said(Present(under_way.id, b"\1" * (len(under_way.keys) // 24)))
+        await asked_for(sent, mailboxes)
+    assert answers[1] == frozenset(keys_of(wide, prompt_of(20 * CHUNK)[0]))
+    assert answers[2] == frozenset(keys_of(wide, prompt_of(21 * CHUNK)[0]))
+    assert max(len(ask.keys) for ask in sent) <= 24 * real.ASKED_KEYS
+    assert accounts.of(1).nbytes == 0 and not asked._questions._askers
+
+
+async def test_a_question_whose_client_waits_past_its_deadline_is_not_sent(tier):
+    asked, sent = tier
+    answers: list[frozenset[bytes]] = []
+    many = [number.to_bytes(24) for number in range(real.ASKED_KEYS)]
+    client = charge()
+    told = anyio.Event()
+
+    async def question(keys: Sequence[bytes], within_s: float) -> None:
+        answers.append(await asked.ask(keys, client, time.monotonic() + within_s))
+        told.set()
+
+    mailboxes = Mailboxes()
+    mailboxes.start(client.account, question(many, 600.0))
+    mailboxes.start(client.account, question([b"k" * 24], 0.001))
+    await told.wait()
+    assert answers == [frozenset()] and len(sent) == 1
+    asked.host_said(Present(sent[0].id, b"\1" * len(many)))
+    assert answers[1] == frozenset(many) and len(sent) == 1
 
 
 class Remembering(Tier):

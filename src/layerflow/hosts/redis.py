@@ -44,6 +44,8 @@ MAX_STRING_BYTES = 512 << 20
 """The largest string that Redis keeps (`proto-max-bulk-len`, by default)."""
 FIRST_RETRY_S, LAST_RETRY_S = 0.005, 0.1
 SCAN_KEYS = 1000
+LOOKUP_KEYS = 1024
+"""Keys that are asked for in one round trip, some 10 ms."""
 
 _MISSING = ObjectResult(ObjectStatus.MISSING, "it is not there")
 _OTHER_SIZE = ObjectResult(ObjectStatus.MISSING, "it is there with another size")
@@ -226,7 +228,11 @@ class Redis(Backend):
         return self._figures
 
     def lookup(self, keys: Sequence[bytes], until: float) -> list[bool]:
-        return [size > 0 for size in self._run(("STRLEN", pool_name(key)) for key in keys)]
+        sizes: list[int] = []
+        while len(sizes) < len(keys) and time.monotonic() < until:
+            few = keys[len(sizes) : len(sizes) + LOOKUP_KEYS]
+            sizes += self._run(("STRLEN", pool_name(key)) for key in few)
+        return [size > 0 for size in sizes] + [False] * (len(keys) - len(sizes))
 
     def hide(self, keys: Sequence[bytes]) -> None:
         self._run(("UNLINK", pool_name(key)) for key in keys)

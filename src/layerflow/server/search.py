@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain, islice
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from layerflow.boxes import Box
@@ -16,7 +16,8 @@ from layerflow.pool import base
 from layerflow.pool.base import Covering, NewObject, Pool
 from layerflow.pool.chunk_index import ANY_LENGTH, NO_CHUNKS, ChunkIndex, merged_sharing, merged_tails, renamed
 from layerflow.server.account import Charge
-from layerflow.server.mailboxes import in_slices
+from layerflow.server.mailboxes import in_slices, next_turn
+from layerflow.server.tier.tier import ASKED_KEYS
 from layerflow.spec import ModelSpec, Shard
 
 if TYPE_CHECKING:
@@ -129,7 +130,10 @@ def stored_object(spec: ModelSpec, group: int, key: bytes, tokens: int = 0, pare
 
 
 FEW_CHUNKS = 16
-"""Of so many chunks that only the tier can tell of, all are asked for at once."""
+"""Of so many chunks that only the tier can tell of, all are asked for without probing first."""
+
+KEPT_KEY_BYTES = 192
+"""What a key takes that was asked for, in bytes, while its answer is waited for."""
 
 
 async def ask_tier(
@@ -142,7 +146,7 @@ async def ask_tier(
     blocks: BlockDigests = NO_BLOCKS,
     direct: bool = False,
 ) -> frozenset[bytes]:
-    """Ask for what the tier may add to a hit, in at most two questions.
+    """Ask for what the tier may add to a hit, in at most two rounds, each of as many questions as its keys take.
 
     A group that needs every chunk from the first on ends the hit at the first chunk that is missing. So of a long
     prompt some chunks at doubling distances are asked for first, and the others only up to the first of those that is
@@ -154,7 +158,8 @@ async def ask_tier(
     :param charge: of the client that waits.
     :param blocks: the prompt's, to find these.
     :param direct: for workers to whom the arena does not matter.
-    :returns: the keys that the tier has, within ``pool.lookup_timeout_ms``.
+    :returns: the keys that the tier has, as far as it has told within ``pool.lookup_timeout_ms``.
+    :raises Refused: the client may not make the server keep the keys that it asks for.
     """
     digests, tokens, tail_digest = prompt
     until = time.monotonic() + tier.settings.lookup_timeout_ms / 1e3
@@ -163,25 +168,70 @@ async def ask_tier(
     # The tier is asked in the same question for other partitions' objects that may stand in for what is not known.
     covering = None if direct else pool.covering(spec)
     known = view_of_tier(None if direct else pool, tier, covering=covering)
-    first = await in_slices(unknown_keys(known, spec, digests, prefixes))
+    lacking = await in_slices(lacking_chunks(known, spec, digests, prefixes))
     others = await in_slices(sharing_chunks(known, spec, digests, tokens, blocks))
     more = [digest for digest in (tail_digest, *others) if digest]
-    lacking = [chunk for chunk, keys in enumerate(first) if keys]
+    inquiry = TierInquiry(tier, known, spec, covering, charge, until)
     if len(lacking) <= FEW_CHUNKS:
-        asked = await in_slices(unknown_keys(known, spec, list(dict.fromkeys([*digests, *more])), every))
-        return await tier.ask(with_overlapping_keys(covering, chain.from_iterable(asked)), charge, until)
+        # Where no group needs the prompt's beginning, hits end at any chunk: the longest are asked for first.
+        await inquiry.ask([*digests, *more] if prefixes else [*reversed(more), *reversed(digests)], every)
+        return frozenset(inquiry.found)
     probed = [lacking[at] for at in (*doubling(len(lacking) - 1), len(lacking) - 1)]
-    probes = with_overlapping_keys(covering, chain.from_iterable(first[chunk] for chunk in probed))
-    found = await tier.ask(probes, charge, until)
-    there = view_of_tier(pool, tier, found, covering=covering)
-    end = next(
-        (chunk for chunk in probed if not (found.issuperset(first[chunk]) or all(there.lookup(first[chunk])))),
-        len(digests),
-    )
-    left = [*digests[:end], *(more if end == len(digests) else others)]
-    asked = await in_slices(unknown_keys(known, spec, list(dict.fromkeys(left)), every))
-    keys = [key for key in with_overlapping_keys(covering, chain.from_iterable(asked)) if key not in found]
-    return found | await tier.ask(keys, charge, until)
+    await inquiry.ask([digests[chunk] for chunk in probed], prefixes)
+    there = view_of_tier(pool, tier, frozenset(inquiry.found), covering=covering)
+    end = len(digests)
+    for chunk in probed:
+        if await in_slices(lacking_chunks(there, spec, digests[chunk : chunk + 1], prefixes)):
+            end = chunk
+            break
+    await inquiry.ask([*digests[:end], *(more if end == len(digests) else others)], every)
+    return frozenset(inquiry.found)
+
+
+@dataclass(slots=True)
+class TierInquiry:
+    """What one lookup asks the tier for: some keys at a time, so that it keeps and holds up little.
+
+    :param known: what need not be asked for.
+    :param covering: objects of other partitions are asked for too that may stand in for what is not known.
+    :param charge: of the client that waits.
+    :param until: nothing is asked from then on, monotonic seconds.
+    :param found: what the tier has.
+    """
+
+    tier: Tier | ObjectSources
+    known: LookupSource
+    spec: ModelSpec
+    covering: Covering | None
+    charge: Charge
+    until: float
+    found: set[bytes] = field(default_factory=set)
+
+    async def ask(self, digests: Iterable[bytes], groups: Sequence[int]) -> None:
+        """Ask for the objects of these chunks and groups, in this order, as far as there is time.
+
+        :raises Refused: the client may not make the server keep so many keys.
+        """
+        slice_keys = SLICE_KEYS if self.covering is None else SLICE_KEYS // 8  # of each key others are looked for
+        asked: list[bytes] = []
+        for keys in key_slices(self.spec, list(dict.fromkeys(digests)), groups, slice_keys):
+            there = self.known.lookup(keys)
+            lacking = [key for key, here in zip(keys, there, strict=True) if not here and key not in self.found]
+            # All that may stand in for a chunk's objects of a group are of that chunk and group: none comes twice.
+            asked += with_overlapping_keys(self.covering, lacking)
+            while len(asked) >= ASKED_KEYS:
+                await self._ask(asked[:ASKED_KEYS])
+                del asked[:ASKED_KEYS]
+            await next_turn()
+            if time.monotonic() >= self.until:
+                return
+        if asked:
+            await self._ask(asked)
+
+    async def _ask(self, keys: list[bytes]) -> None:
+        kept = (len(keys) + len(self.found)) * KEPT_KEY_BYTES
+        with self.charge.account.charge("the keys that a lookup asks the pool behind the arena for", kept):
+            self.found |= await self.tier.ask(keys, self.charge, self.until)
 
 
 def with_overlapping_keys(covering: Covering | None, keys: Iterable[bytes]) -> list[bytes]:
@@ -210,22 +260,35 @@ def prompt_objects(spec: ModelSpec, chunks: int) -> int:
     return chunks * len(spec.groups) * len(spec.shard.peers())
 
 
-def unknown_keys(
-    known: LookupSource, spec: ModelSpec, digests: Sequence[bytes], groups: Sequence[int]
-) -> Generator[None, None, list[list[bytes]]]:
-    """By chunk, full or partial, its objects of these groups and all shards that are not `known`. In slices."""
+def key_slices(
+    spec: ModelSpec, digests: Sequence[bytes], groups: Sequence[int], slice_keys: int = SLICE_KEYS
+) -> Iterator[list[bytes]]:
+    """The objects of these chunks, of these groups and all shards, so many or one group's of a chunk at a time.
+
+    They come by chunk, then by group, then by shard.
+    """
     shards = spec.shard.peers()
-    each = max(1, len(groups) * len(shards))
-    step = max(1, SLICE_KEYS // each)
-    unknown: list[list[bytes]] = []
+    few = max(1, slice_keys // len(shards))
+    step = max(1, few // max(1, len(groups)))
     for start in range(0, len(digests), step):
-        if start:
+        for first in range(0, len(groups), few):
+            yield object_keys(digests[start : start + step], groups[first : first + few], shards)
+
+
+def lacking_chunks(
+    known: LookupSource, spec: ModelSpec, digests: Sequence[bytes], groups: Sequence[int]
+) -> Generator[None, None, list[int]]:
+    """The chunks, by position, of which objects of these groups are not `known`. In slices."""
+    each = len(groups) * len(spec.shard.peers())
+    lacking: dict[int, None] = {}
+    at = 0
+    for keys in key_slices(spec, digests, groups):
+        if at:
             yield
-        part = digests[start : start + step]
-        keys = object_keys(part, groups, shards)
-        lacking = {key for key, there in zip(keys, known.lookup(keys), strict=True) if not there}
-        unknown += [[key for key in keys[at : at + each] if key in lacking] for at in range(0, len(part) * each, each)]
-    return unknown
+        there = known.lookup(keys)
+        lacking |= dict.fromkeys((at + key) // each for key, here in enumerate(there) if not here)
+        at += len(keys)
+    return list(lacking)
 
 
 def find_and_bring(

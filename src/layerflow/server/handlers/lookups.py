@@ -29,11 +29,12 @@ from layerflow.server.handlers.lookup_requests import (
     until_of,
     waiting,
 )
-from layerflow.server.handlers.remote import DIGESTS_PER_SLICE, KEPT_KEY_BYTES, ask_servers
+from layerflow.server.handlers.remote import DIGESTS_PER_SLICE, ask_servers
 from layerflow.server.leases import PINNED_BYTES, lease_owner
 from layerflow.server.mailboxes import Answer, Slices, in_slices, next_turn
 from layerflow.server.plans import lookup_owner
 from layerflow.server.search import (
+    KEPT_KEY_BYTES,
     ask_tier,
     bring_pieces,
     find_and_bring,

@@ -15,14 +15,11 @@ from layerflow.server.handoffs.handoff import HandoffRecord, HandoffStatus
 from layerflow.server.mailboxes import Answer, next_turn
 from layerflow.server.peers.attachment import PeerAttachment
 from layerflow.server.peers.questions import PeerAnswer
-from layerflow.server.search import prompt_keys, with_overlapping_keys
+from layerflow.server.search import KEPT_KEY_BYTES, prompt_keys, with_overlapping_keys
 from layerflow.wire import messages as wire
 
 DIGESTS_PER_SLICE = 64
 """Chunks whose objects are looked for before another client may get its turn."""
-
-KEPT_KEY_BYTES = 192
-"""What a key takes that was asked for, in bytes, while its answer is waited for."""
 
 
 async def ask_servers(

@@ -11,9 +11,9 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -55,14 +55,34 @@ from layerflow.wire.packing import list_u32
 # Which objects the backend has, asked of its host: equal questions once, each answered by its deadline.
 
 
+ASKED_KEYS = 4096
+"""Keys that the host is asked for at a time for one client. What a client asks for beyond waits until the host has
+answered that: whoever asks for little does not wait for whoever asks for much."""
+
+
+@dataclass(slots=True, eq=False)
+class Asker:
+    """One who has asked. :param keys: of the questions that the host has. :param waiting: numbers of the others."""
+
+    name: Hashable
+    keys: int = 0
+    waiting: deque[int] = field(default_factory=deque)
+
+
 @dataclass(slots=True)
 class PendingLookup:
-    """A lookup that waits for the host, and equal ones that came meanwhile."""
+    """A lookup that waits for the host, and equal ones that came meanwhile.
 
+    :param timer: its deadline's.
+    :param sent: the host has it.
+    """
+
+    asker: Asker
     keys: Sequence[bytes]
     packed: bytes
     on_done: list[Callable[[frozenset[bytes]], None]]
     timer: asyncio.TimerHandle
+    sent: bool = False
 
 
 class Questions:
@@ -76,22 +96,33 @@ class Questions:
         self._send = send
         self._pending: dict[int, PendingLookup] = {}
         self._by_keys: dict[bytes, int] = {}
+        self._askers: dict[Hashable, Asker] = {}
         self._numbers = ascending()
         self.asked = self.asked_keys = self.unanswered = 0
 
-    def ask(self, keys: Sequence[bytes], on_done: Callable[[frozenset[bytes]], None], timeout_s: float) -> None:
-        """Call `on_done` once with those of `keys` that are there; with none of them where no answer comes in time."""
+    def ask(
+        self,
+        name: Hashable,
+        keys: Sequence[bytes],
+        on_done: Callable[[frozenset[bytes]], None],
+        timeout_s: float,
+    ) -> None:
+        """Call `on_done` once with those of `keys` that are there; with none of them where no answer comes in time.
+
+        :param name: of the one who asks, whose other questions it waits behind; see :data:`ASKED_KEYS`.
+        """
         packed = b"".join(keys)
         if packed in self._by_keys:
             self._pending[self._by_keys[packed]].on_done.append(on_done)
             return
         number = self._by_keys[packed] = next(self._numbers)
+        asker = self._askers.setdefault(name, Asker(name))
         timer = asyncio.get_running_loop().call_later(timeout_s, self._expired, number)
-        self._pending[number] = PendingLookup(keys, packed, [on_done], timer)
+        self._pending[number] = PendingLookup(asker, keys, packed, [on_done], timer)
         self.asked += 1
         self.asked_keys += len(keys)
-        if not self._send(Ask(number, packed, max(1, round(timeout_s * 1e3)))):
-            self._answer(number, frozenset())
+        asker.waiting.append(number)
+        self._go_on(asker)
 
     def answered(self, message: Present) -> None:
         """The host's answer; perhaps to a question that has expired."""
@@ -99,21 +130,46 @@ class Questions:
         if question is not None:
             present = zip(question.keys, message.present, strict=False)
             self._answer(message.id, frozenset(key for key, there in present if there))
+            self._go_on(question.asker)
 
     def give_up(self) -> None:
         """The backend is down: nothing is there."""
         for number in list(self._pending):
             self._answer(number, frozenset())
+        for asker in list(self._askers.values()):
+            self._go_on(asker)
 
     def _expired(self, number: int) -> None:
         self.unanswered += 1
+        asker = self._pending[number].asker
         self._answer(number, frozenset())
+        self._go_on(asker)
+
+    def _go_on(self, asker: Asker) -> None:
+        """Send what an asker has waiting, as far as it may."""
+        while asker.waiting:
+            number = asker.waiting[0]
+            question = self._pending.get(number)
+            if question is not None and asker.keys and asker.keys + len(question.keys) > ASKED_KEYS:
+                return
+            asker.waiting.popleft()
+            if question is None:  # its deadline has come meanwhile
+                continue
+            question.sent = True
+            asker.keys += len(question.keys)
+            left_s = question.timer.when() - asyncio.get_running_loop().time()
+            if not self._send(Ask(number, question.packed, max(1, round(left_s * 1e3)))):
+                self._answer(number, frozenset())
+        if not asker.keys and self._askers.get(asker.name) is asker:
+            del self._askers[asker.name]
 
     def _answer(self, number: int, present: frozenset[bytes]) -> None:
         question = self._pending.pop(number, None)
         if question is not None:
             question.timer.cancel()
             del self._by_keys[question.packed]
+            if question.sent:
+                question.asker.keys -= len(question.keys)
             for on_done in question.on_done:
                 on_done(present)
 
@@ -221,7 +277,7 @@ class Tier:
         if not wanted or timeout_s <= 0:
             return frozenset()
         answer = Answer[frozenset[bytes]](charge)
-        self._questions.ask(wanted, answer.tell, timeout_s)
+        self._questions.ask(charge.account, wanted, answer.tell, timeout_s)
         return await answer
 
     def _which(self, keys: Sequence[bytes], on_done: Callable[[frozenset[bytes]], None]) -> None:
@@ -229,7 +285,7 @@ class Tier:
         if self.indexed:
             on_done(frozenset(key for key in keys if key in self._index))
         else:
-            self._questions.ask(keys, on_done, ASK_S)
+            self._questions.ask(self, keys, on_done, ASK_S)
 
     def hide(self, keys: Sequence[bytes]) -> int:
         """Do not offer these for a while: reading them has failed. Return how many they are."""
