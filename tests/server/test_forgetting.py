@@ -20,6 +20,7 @@ from layerflow.errors import SpecError
 from layerflow.keys import Chain
 from layerflow.server import EmbeddedServer, terms
 from layerflow.server.handlers import forget
+from layerflow.server.tier import host, tier
 from server.support import Embed, observe, worker_on
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -295,6 +296,27 @@ def test_a_tier_that_was_not_purged_in_time_offers_what_it_has(embed, tmp_path, 
             told = world.control.empty(tier=True)["tier"]
             assert told["purged"] == 0 and "offers what it still has" in told["reason"]
             assert worker.agent.lookup("again", gone).tokens > 0
+
+
+def test_a_purge_of_more_keys_than_a_host_may_leave_unread_empties_the_tier(embed, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))))
+    monkeypatch.setattr(terms, "tier_of", lambda _: (NAME, {"timeout_ms": 30_000}))
+    monkeypatch.setattr(host, "MAX_UNREAD_BYTES", 64 << 10)
+    monkeypatch.setattr(tier, "CLEARED_PER_SLICE", 1024)
+    monkeypatch.setattr(forget, "CLEAR_S", 60.0)
+    world = World(embed)
+    with world.worker() as worker, closing(world.control):
+        chain = worker.serve(worker.prompt(TOKENS)).chain
+        assert eventually(lambda: world.tier["written_objects"] and world.settled())
+        pool = world.server.server.pool
+        # Others that have left the backend meanwhile stand between those that are there.
+        first, *rest = world.server.call(pool.keys)
+        keys = [first, *(b"gone" + at.to_bytes(20) for at in range(100 * 1024)), *rest]
+        monkeypatch.setattr(pool, "keys", lambda: keys)
+        told = world.control.empty(tier=True)["tier"]
+        assert f"asked to remove the {len(keys)} objects" in told["reason"], "this backend cannot tell what it holds"
+        assert world.tier["restarts"] == 0 and world.tier["up"]
+        assert worker.serve(chain).hit.tokens == 0
 
 
 def test_a_purge_with_the_tier_waits_for_writes_and_removes_them(behind):

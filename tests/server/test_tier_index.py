@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from layerflow.config.settings import PoolSettings
 from layerflow.expiring import ExpiringSet
@@ -16,7 +17,7 @@ from layerflow.hosts.backend import IndexEntry, ObjectStatus
 from layerflow.server.incoming import IncomingObjects
 from layerflow.server.tier import tier as tier_module
 from layerflow.server.tier.tier import CLEARED_PER_SLICE, FREED_PER_SLICE, HIDE_S, Tier
-from layerflow.wire.host_messages import Clear, Down, Evicted, Indexed, ToServer, Up
+from layerflow.wire.host_messages import Clear, Cleared, Down, Evicted, Indexed, ToServer, Up
 from layerflow.wire.packing import pack_u32
 
 KEYS = [bytes([number]) * 24 for number in range(4)]
@@ -106,18 +107,48 @@ async def test_what_is_away_by_the_time_that_all_is_told_is_not_up(tier: Tier) -
     assert tier.up and tier.holds(KEYS) == [True, True, False, False]
 
 
-async def test_what_a_purge_removes_is_packed_in_slices(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those who have something to say in the meantime have their turn."""
-    keys = [at.to_bytes(24, "big") for at in range(3 * CLEARED_PER_SLICE + 1)]
+async def purged(tier: Tier, keys: list[bytes], answers: list[Cleared | None]) -> tuple[list[Clear], Cleared]:
+    """What a host is told that answers so (None = it is gone), and what the purge tells."""
     sent: list[Clear] = []
-    monkeypatch.setattr(tier._host, "send", sent.append)
-    clearing, turns = asyncio.create_task(tier.clear(keys, 60.0)), 0
-    while not clearing.done():
-        turns += 1
-        await asyncio.sleep(0)
-    assert "its host process is not running" in (await clearing).reason
-    assert [message.keys for message in sent] == [b"".join(keys)]
-    assert turns >= 4
+
+    def send(message: Clear) -> bool:
+        sent.append(message)
+        answer = answers.pop(0)
+        if answer is not None:
+            answer = structs.replace(answer, id=message.id)
+            asyncio.get_running_loop().call_soon(tier.host_said, answer)
+        return answer is not None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tier._host, "send", send)
+        cleared = await tier.clear(keys, 60.0)
+    assert not answers and not tier._clearing
+    return sent, cleared
+
+
+async def test_a_host_is_told_of_more_of_a_purge_once_it_has_read_what_it_was_told(tier: Tier) -> None:
+    keys = [at.to_bytes(24, "big") for at in range(3 * CLEARED_PER_SLICE + 1)]
+    sent, cleared = await purged(tier, keys, [*[Cleared(0, 0)] * 3, Cleared(0, 5)])
+    assert cleared.objects == 5 and not cleared.reason
+    assert [len(message.keys) // 24 for message in sent] == [*[CLEARED_PER_SLICE] * 3, 1]
+    assert b"".join(message.keys for message in sent) == b"".join(keys)
+    assert [message.last for message in sent] == [False, False, False, True]
+    assert len({message.id for message in sent}) == 1
+    for answers, why in (
+        ([Cleared(0, 0), None], "its host process is not running"),
+        ([Cleared(0, 0), Cleared(0, 0, "unreachable")], "unreachable"),
+    ):
+        assert why in (await purged(tier, keys, answers))[1].reason
+    sent, _ = await purged(tier, [], [Cleared(0, 0)])
+    assert [(message.keys, message.last) for message in sent] == [(b"", True)]
+
+
+async def test_a_backend_with_an_index_is_told_no_keys_of_a_purge(tier: Tier) -> None:
+    tier.host_said(Up({}, True, 7))
+    tier.host_said(told(*KEYS))
+    sent, cleared = await purged(tier, [bytes(24)] * 3 * CLEARED_PER_SLICE, [Cleared(0, 4)])
+    assert cleared.objects == 4
+    assert [(message.keys, message.last) for message in sent] == [(b"", True)]
 
 
 async def test_whoever_hears_of_the_index_hears_of_what_is_hidden_too(

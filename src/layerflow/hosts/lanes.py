@@ -532,6 +532,7 @@ class LookupLane(Lane[tuple[Ask | Clear, float] | Hide]):
         super().__init__("ask")
         self._backend, self._tell, self._backend_calls = backend, tell, backend_calls
         self._waiting: deque[tuple[Ask | Clear, float] | Hide] = deque()
+        self._named: dict[int, tuple[float, list[bytes]]] = {}  # by purge, until when, and its keys so far
         self.began = math.inf  #: when the call that is under way began, on the monotonic clock
 
     def _accept(self, item: tuple[Ask | Clear, float] | Hide) -> None:
@@ -559,8 +560,15 @@ class LookupLane(Lane[tuple[Ask | Clear, float] | Hide]):
             self._tell(self._answer(message, until) if isinstance(message, Ask) else self._clear(message, until))
 
     def _clear(self, message: Clear, until: float) -> Cleared:
+        now = time.monotonic()
+        self._named = {number: (end, keys) for number, (end, keys) in self._named.items() if end > now}
+        _, keys = self._named.setdefault(message.id, (until, []))
+        keys += split_keys(message.keys)
+        if not message.last:
+            return Cleared(message.id, 0)
+        del self._named[message.id]
         try:
-            return Cleared(message.id, self._backend.clear(split_keys(message.keys), until))
+            return Cleared(message.id, self._backend.clear(keys, until))
         except Unreachable as error:
             self._backend_calls.suspect()
             return Cleared(message.id, 0, f"unreachable: {error}")

@@ -130,11 +130,15 @@ class EndWrite(msgspec.Struct, tag="endwrite", frozen=True):
 
 
 class Clear(msgspec.Struct, tag="clear", frozen=True):
-    """Remove every object of layerflow, or these (24-byte keys) where the backend cannot tell what it holds."""
+    """Remove every object of layerflow, or these (24-byte keys) where the backend cannot tell what it holds.
+
+    :param last: no more keys follow under this number. What is not the last is answered at once, and removes nothing.
+    """
 
     id: int
     keys: bytes
     timeout_ms: int
+    last: bool = True
 
 
 class Lend(msgspec.Struct, tag="lend", frozen=True):
@@ -264,7 +268,7 @@ class Written(msgspec.Struct, tag="written", frozen=True):
 
 
 class Cleared(msgspec.Struct, tag="cleared", frozen=True):
-    """Tell how many objects were removed; `reason` is set where others may be left."""
+    """Tell how many objects were removed; `reason` is set where others may be left. Answers each Clear."""
 
     id: int
     objects: int

@@ -178,7 +178,7 @@ FREED_PER_SLICE = 2048
 """Entries of an index of no use any more that are freed before anything else may get its turn."""
 
 CLEARED_PER_SLICE = 16_384
-"""Keys of a purge that are packed in one go, some 2 ms."""
+"""Keys of a purge that the host is told of in one message, some 2 ms; it is told of more once it has read that."""
 
 ANSWER_S = 0.5
 """Of the time that a purge has, what is left for the answer to come back."""
@@ -363,21 +363,24 @@ class Tier:
 
         :param keys: what to remove from a backend that cannot tell what it holds.
         """
-        number = next(self._numbers)
-        answer: asyncio.Future[Cleared] = asyncio.get_running_loop().create_future()
+        number, loop = next(self._numbers), asyncio.get_running_loop()
         until = time.monotonic() + timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 await self._writes.ended()
-                packed = bytearray()
-                for start in range(0, len(keys), CLEARED_PER_SLICE):
-                    packed += b"".join(keys[start : start + CLEARED_PER_SLICE])
-                    await asyncio.sleep(0)
-                self._clearing[number] = answer
-                left_ms = max(1, round((until - ANSWER_S - time.monotonic()) * 1e3))
-                if not self._host.send(Clear(number, bytes(packed), left_ms)):
-                    return Cleared(number, 0, "its host process is not running; purge again when it is")
-                return await answer
+                named = () if self.indexed else keys
+                start = 0
+                while True:
+                    few = named[start : start + CLEARED_PER_SLICE]
+                    start += len(few)
+                    answer: asyncio.Future[Cleared] = loop.create_future()
+                    self._clearing[number] = answer
+                    left_ms = max(1, round((until - ANSWER_S - time.monotonic()) * 1e3))
+                    if not self._host.send(Clear(number, b"".join(few), left_ms, start == len(named))):
+                        return Cleared(number, 0, "its host process is not running; purge again when it is")
+                    cleared = await answer
+                    if cleared.reason or start == len(named):
+                        return cleared
         except TimeoutError:
             why = f"it did not answer within {timeout_s:g} s, and offers what it still has; purge again"
             return Cleared(number, 0, why)
