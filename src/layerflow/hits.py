@@ -8,7 +8,7 @@ kind. On its way it gathers tails: stored parts of a chunk that may go on from a
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice
 from typing import NamedTuple, Protocol
 
@@ -211,19 +211,28 @@ def search_hit(
             tried = 0
         hit = _usable(spec, (chunk - 1) * spec.chunk_tokens, spec.chunk_tokens, tokens) if chunk else 0
         if hit and _satisfied(rules, missing, spec.chunk_tokens, hit, upto=chunk):
-            return HitLength(
-                hit, tuple(tails), _has_drafts(pool, whole, digests, hit=hit, tails=tails, tokens=tokens), keys
-            )
-    return HitLength(0, tuple(tails), _has_drafts(pool, whole, digests, hit=0, tails=tails, tokens=tokens), keys)
+            break
+    else:
+        hit = 0
+    found = HitLength(hit, tuple(tails))
+    return replace(found, drafts=(yield from _has_drafts(pool, whole, digests, found, tokens)), keys=keys)
 
 
 def _has_drafts(
-    pool: LookupSource, spec: ModelSpec, digests: list[bytes], *, hit: int, tails: Sequence[Tail], tokens: int
-) -> bool:
-    if not spec.shard.drafts or not (hit or tails):
+    pool: LookupSource, spec: ModelSpec, digests: list[bytes], hit: HitLength, tokens: int
+) -> Generator[None, None, bool]:
+    """Is all there that a load of this hit or of any of its tails reads of the draft model's groups? In slices."""
+    if not spec.shard.drafts or not (hit.tokens or hit.tails):
         return False
-    drafts = range(len(spec.own.groups), len(spec.groups))
-    return all(pool.lookup(list(needed_keys(spec, digests, HitLength(hit, tuple(tails)), tokens, drafts))))
+    shards = spec.shard.peers()
+    step = max(1, SLICE_KEYS // len(shards))
+    for group in range(len(spec.own.groups), len(spec.groups)):
+        chunks = _needed_chunks(spec, digests, hit, tokens, group)
+        for first in range(0, len(chunks), step):
+            yield
+            if not all(pool.lookup(object_keys(chunks[first : first + step], (group,), shards))):
+                return False
+    return True
 
 
 def needed_keys(
@@ -234,13 +243,30 @@ def needed_keys(
     :param tokens: of the prompt, of which one is left to compute.
     """
     keys: set[bytes] = set()
-    for end, position in hit.ends(spec, tokens):
-        tail = hit.tails[position] if position >= 0 else None
-        chunks = digests if tail is None else [*digests[: tail.chunk], tail.digest]
-        for number in groups:
-            need = spec.groups[number].rules.need(end, spec.chunk_tokens)
-            keys.update(object_keys([chunks[at] for at in need], [number], spec.shard.peers()))
+    for group in groups:
+        keys.update(object_keys(_needed_chunks(spec, digests, hit, tokens, group), (group,), spec.shard.peers()))
     return keys
+
+
+def _needed_chunks(spec: ModelSpec, digests: list[bytes], hit: HitLength, tokens: int, group: int) -> list[bytes]:
+    """The digests of the chunks, full or partial, of which a load of this hit or of any of its tails reads a group.
+
+    Each once: most ends need nearly the same chunks.
+    """
+    spans: list[tuple[int, int]] = []
+    tails: dict[bytes, None] = {}
+    for end, position in hit.ends(spec, tokens):
+        need = spec.groups[group].rules.need(end, spec.chunk_tokens)
+        tail = hit.tails[position] if position >= 0 else None
+        if tail is not None and tail.chunk in need:
+            tails[tail.digest] = None
+        spans.append((need.start, need.stop if tail is None else min(need.stop, tail.chunk)))
+    chunks: list[bytes] = []
+    done = 0
+    for start, stop in sorted(spans):
+        chunks += digests[max(start, done) : stop]
+        done = max(done, stop)
+    return [*chunks, *tails]
 
 
 def _usable(spec: ModelSpec, start: int, held: int, tokens: int, shared: int = 0) -> int | None:

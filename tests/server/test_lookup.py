@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from layerflow.agent.presence import MOST_LOOKS, PresenceView, hit_of
 from layerflow.agent.values import Hit
-from layerflow.hits import MAX_TAILS, SLICE_KEYS, HitLength, Tail, find_hit
+from layerflow.hits import MAX_TAILS, SLICE_KEYS, HitLength, Tail, find_hit, search_hit
 from layerflow.keys import Chain, object_key, object_keys
 from layerflow.objects import object_bytes
 from layerflow.pool.base import NewObject
@@ -27,14 +28,14 @@ BLOCK, CHUNK = 2, 4
 STATE = -1
 
 
-def spec_of(windows: list[int], shards: int = 1) -> ModelSpec:
+def spec_of(windows: list[int], shards: int | Shard = 1) -> ModelSpec:
     """One group per window, 0 = full attention, STATE = recurrent state."""
     plane = (Plane("kv", "uint8", (1,)),)
     groups = tuple(
         GroupSpec(_KINDS.get(window, "sliding"), BLOCK, (layer,), plane, window=max(0, window))
         for layer, window in enumerate(windows)
     )
-    return ModelSpec("m", "c", groups, Shard(0, shards), chunk_tokens=CHUNK)
+    return ModelSpec("m", "c", groups, shards if isinstance(shards, Shard) else Shard(0, shards), chunk_tokens=CHUNK)
 
 
 _KINDS = {0: "full", STATE: "state"}
@@ -213,6 +214,53 @@ def test_what_a_hit_leases_comes_in_slices_its_tails_too() -> None:
     assert max(map(len, slices)) <= SLICE_KEYS
     wanted = [*digests, *(tail.digest for tail in tails)]
     assert [key for few in slices for key in few] == object_keys(wanted, range(2), spec.shard.peers())
+
+
+class Everything:
+    """Has all objects but `missing`, and as many tails behind each chunk as are offered; counts what it is asked."""
+
+    def __init__(self, missing: bytes = b"") -> None:
+        self.missing, self.asked = missing, list[list[bytes]]()
+
+    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
+        self.asked.append(list(keys))
+        return [key != self.missing for key in keys]
+
+    def tails(self, parent: bytes, most: int, *, undigested: bool) -> list[tuple[int, bytes]]:
+        return [(BLOCK, struct.pack("<QQQ", 2, number, 0)) for number in range(MAX_TAILS)]
+
+    def sharing(self, prompt_blocks: bytes) -> list[tuple[int, int, bytes, int]]:
+        return []
+
+
+def test_a_draft_models_objects_are_looked_up_once_each_and_in_slices() -> None:
+    spec = spec_of([STATE, 0], shards=Shard(0, 8, drafts=("", "d")))
+    digests = [struct.pack("<QQ", 0, number) for number in range(1000)]
+    source, steps = Everything(), list[int]()
+
+    def drafts_of(source: Everything) -> bool:
+        search = search_hit(source, spec, ROOT, digests, 1000 * CHUNK + BLOCK + 1)
+        try:
+            while True:
+                before = len(source.asked)
+                next(search)
+                steps.append(sum(map(len, source.asked[before:])))
+        except StopIteration as stop:
+            steps.append(sum(map(len, source.asked[before:])))
+            hit: HitLength = stop.value
+            assert (hit.tokens, len(hit.tails)) == (1000 * CHUNK, MAX_TAILS)
+            return hit.drafts
+
+    assert drafts_of(source)
+    wanted = object_keys(
+        [*digests, *(struct.pack("<QQ", 2, tail) for tail in range(MAX_TAILS))], [1], spec.shard.peers()
+    )
+    drafts = set(wanted)
+    assert sorted(key for keys in source.asked for key in keys if key in drafts) == sorted(wanted), "33 ends need them"
+    assert max(steps) <= SLICE_KEYS + MAX_TAILS * 8
+    lacking = Everything(wanted[0])
+    assert not drafts_of(lacking)
+    assert sum(key in drafts for keys in lacking.asked for key in keys) <= SLICE_KEYS, "nothing behind the first"
 
 
 def test_tails_of_other_prompts_are_offered_but_bounded() -> None:

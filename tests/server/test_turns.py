@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 from e2e.known import eventually, small_spec
 
+from layerflow.hits import HitLength
+from layerflow.keys import object_keys
 from layerflow.objects import object_bytes
 from layerflow.pool.base import NewObject
 from layerflow.server import EmbeddedServer, search
 from layerflow.server.handlers import remote
 from layerflow.server.handlers.forget import KEYS_PER_SLICE, purge
 from layerflow.server.handlers.lookup_requests import read_lookup
+from layerflow.spec import Shard
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
 from server.raw import RawClient
@@ -124,6 +127,62 @@ def test_a_lookup_behind_a_tier_makes_few_keys_at_a_time_and_counts_the_rest(
     assert isinstance(found, wire.Found) and found.tokens == 0
     assert worth == [(0.5, chunks * len(SPEC.groups) * len(SPEC.shard.peers()))]
     assert max(made) <= search.SLICE_KEYS
+
+
+class Brought:
+    """An arena, and a tier that brings whatever it is asked for by the next turn."""
+
+    def __init__(self) -> None:
+        self.there, self.on_the_way = set[bytes](), set[bytes]()
+        self.brought: list[list[bytes]] = []
+
+    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
+        return [key in self.there for key in keys]
+
+    def holds(self, keys: Sequence[bytes]) -> list[bool]:
+        return [False] * len(keys)
+
+    def bring(self, objects: Sequence[NewObject], layers: Sequence[int], engine: str) -> None:
+        self.brought.append([new.key for new in objects])
+        self.on_the_way.update(self.brought[-1])
+
+    def coming(self, key: bytes) -> object:
+        return key if key in self.on_the_way else None
+
+    def come(self) -> None:
+        self.there |= self.on_the_way
+        self.on_the_way.clear()
+
+    def turns(self, work: Generator[None, None, Any]) -> list[int]:
+        """Objects brought in each turn."""
+        each = [0]
+        for _ in work:
+            each.append(sum(map(len, self.brought)))
+            self.come()
+        return [after - before for before, after in itertools.pairwise(each)]
+
+
+def test_what_a_hit_lacks_in_the_arena_is_brought_some_at_a_time() -> None:
+    digests, shards = [os.urandom(16) for _ in range(search.BROUGHT_PER_SLICE)], [Shard(rank, 3) for rank in range(3)]
+    hit, stuck, world = HitLength(len(digests) * SPEC.chunk_tokens, ()), list[frozenset[bytes]](), Brought()
+
+    def bring() -> Generator[None, None, None]:
+        parts = {"shards": shards, "digests": digests, "hit": hit, "engine": "e"}
+        stuck.append((yield from search._bring(world, world, SPEC, **parts)))  # type: ignore[arg-type]
+
+    assert max(world.turns(bring())) <= search.BROUGHT_PER_SLICE
+    brought = [key for keys in world.brought for key in keys]
+    assert sorted(brought) == sorted(object_keys(digests, [0], shards)), "each once"
+    assert stuck == [frozenset()], "what has come meanwhile is there"
+
+
+def test_objects_of_other_sizes_are_brought_some_at_a_time() -> None:
+    digests, world = [os.urandom(16) for _ in range(3 * search.BROUGHT_PER_SLICE)], Brought()
+    covering = SimpleNamespace(sources=lambda key, there: [(SPEC.box(0), key[:16] + b"another.")])
+    hit = HitLength(len(digests) * SPEC.chunk_tokens, ())
+    parts = {"covering": covering, "prompt": (bytes(16), digests), "hit": hit, "found": frozenset(), "engine": "e"}
+    turns = world.turns(search.bring_pieces(world, world, SPEC, **parts))  # type: ignore[arg-type]
+    assert sum(turns) == len(digests) and max(turns) <= search.BROUGHT_PER_SLICE
 
 
 def test_what_a_client_that_is_gone_is_told_is_not_logged_each_time(

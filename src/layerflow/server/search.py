@@ -129,6 +129,9 @@ def stored_object(spec: ModelSpec, group: int, key: bytes, tokens: int = 0, pare
     return NewObject(key, object_bytes(spec.groups[group], blocks), blocks, tokens, parent)
 
 
+BROUGHT_PER_SLICE = 256
+"""Objects that find room and are fetched from now on before another client may get its turn, some 5 ms."""
+
 FEW_CHUNKS = 16
 """Of so many chunks that only the tier can tell of, all are asked for without probing first."""
 
@@ -340,13 +343,15 @@ def _bring(
     for number, group in enumerate(spec.groups if hit.drafts else spec.own.groups):
         need = group.rules.need(hit.tokens, spec.chunk_tokens) if hit.tokens else range(0)
         chunks = digests[need.start : need.stop]
-        # Shards that hold the same heads have the same key.
-        keys = list(dict.fromkeys(object_keys(chunks, (number,), shards)))
-        missing = [key for key, there in zip(keys, pool.lookup(keys), strict=True) if not there]
-        if missing:
-            tier.bring([stored_object(spec, number, key) for key in missing], group.layers, engine)
-            stuck.update(key for key in missing if tier.coming(key) is None)
-        yield
+        step = max(1, BROUGHT_PER_SLICE // max(1, len(shards)))
+        for first in range(0, len(chunks), step):
+            # Shards that hold the same heads have the same key.
+            keys = list(dict.fromkeys(object_keys(chunks[first : first + step], (number,), shards)))
+            missing = [key for key, there in zip(keys, pool.lookup(keys), strict=True) if not there]
+            if missing:
+                tier.bring([stored_object(spec, number, key) for key in missing], group.layers, engine)
+                stuck.update(key for key in missing if tier.coming(key) is None)
+            yield
     return frozenset(stuck)
 
 
@@ -388,19 +393,22 @@ def bring_pieces(
             wanted += [(digest, spec.chunk_tokens, b"") for digest in digests[need.start : min(need.stop, tail.chunk)]]
             before = digests[tail.chunk - 1] if tail.chunk else root
             wanted.append((tail.digest, tail.tokens, before if tail.tokens < spec.chunk_tokens else b""))
-        pieces: dict[tuple[int, int], dict[bytes, NewObject]] = {}
-        for digest, tokens, parent in dict.fromkeys(wanted):
-            keys = object_keys((digest,), (number,), spec.shard.peers())
-            for told, source in _lacking(pool, tier, covering, keys, found):
-                box = told.of_layers(spec.depth_of(number))
-                new = _piece(spec, number, box, source=source, tokens=tokens, parent=parent)
-                pieces.setdefault((box.first_layer, box.end_layer), {})[source] = new
-        for (first, end), objects in pieces.items():
-            # The group's own numbers where it has as many layers, so that an equal worker's step can use them too.
-            layers = group.layers if end - first == len(group.layers) else tuple(range(end - first))
-            tier.bring(list(objects.values()), layers, engine)
-            coming.update(key for key in objects if tier.coming(key) is not None)
-        yield
+        chunks = list(dict.fromkeys(wanted))
+        step = max(1, BROUGHT_PER_SLICE // len(spec.shard.peers()))
+        for at in range(0, len(chunks), step):
+            pieces: dict[tuple[int, int], dict[bytes, NewObject]] = {}
+            for digest, tokens, parent in chunks[at : at + step]:
+                keys = object_keys((digest,), (number,), spec.shard.peers())
+                for told, source in _lacking(pool, tier, covering, keys, found):
+                    box = told.of_layers(spec.depth_of(number))
+                    new = _piece(spec, number, box, source=source, tokens=tokens, parent=parent)
+                    pieces.setdefault((box.first_layer, box.end_layer), {})[source] = new
+            for (first, end), objects in pieces.items():
+                # The group's own numbers where it has as many layers, so that an equal worker's step can use them too.
+                layers = group.layers if end - first == len(group.layers) else tuple(range(end - first))
+                tier.bring(list(objects.values()), layers, engine)
+                coming.update(key for key in objects if tier.coming(key) is not None)
+            yield
     return coming
 
 
