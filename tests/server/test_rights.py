@@ -193,6 +193,22 @@ def test_a_key_that_acts_for_an_engine_resets_it_and_hands_its_prompts_over(door
         client.expect(wire.Status, soon(), 3)
 
 
+def test_a_key_that_opens_many_clients_costs_no_other_key_s(doors: Doors) -> None:
+    owner = doors.attached("acts")
+    owner.send(opening(1, "theirs"))
+    assert owner.expect(wire.HandoffState, soon(), 1).state == "open"  # type: ignore[union-attr]
+    server = doors.server.server
+    settings = server.settings.server.model_copy(update={"max_clients": 4})
+    doors.server.call(lambda: setattr(server, "settings", server.settings.model_copy(update={"server": settings})))
+    greedy = [doors.attached("looks", f"greedy-{number}") for number in range(6)]
+    for ended in greedy[:3]:
+        with pytest.raises(RemoteError, match=r"server.max_clients = 4.*the key or process with most of them"):
+            ended.expect(wire.Status, soon())
+    owner.send(wire.StatusRequest(2))
+    assert owner.expect(wire.Status, soon(), 2), "it was silent longest, and its key has one client"
+    assert doors.handoff("theirs") == "open"
+
+
 PEER_HELLO = wire.PeerHello("test", b"r" * 16, 1)
 
 

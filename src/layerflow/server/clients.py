@@ -6,9 +6,10 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import structlog
 
@@ -85,6 +86,11 @@ class EngineNames:
         del self._engine_of[self._name_of.pop(engine)]
 
 
+def principal_of(rights: Rights, pid: int) -> str:
+    """Whose a client is, with all the others of the same key; of this machine: of the same process."""
+    return rights.key or f"pid {pid}"
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class BaseSession:
     """Whoever has said hello on a control socket.
@@ -104,6 +110,16 @@ class BaseSession:
     account: Account
     heard_at: float
     silent: bool = False
+
+    @property
+    def principal(self) -> str:
+        """Whose it is; see :func:`principal_of`."""
+        return principal_of(self.rights, self.pid)
+
+    @property
+    def stake(self) -> tuple[bool, bool]:
+        """What ends with it: something that is kept for it, such as a hand-off or a lease; what an engine looks up."""
+        return self.account.entries > 0, False
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -164,9 +180,29 @@ class ClientSession(BaseSession):
         """The session's engine and model, for metrics."""
         return self.name, self.spec.name if self.spec is not None else ""
 
+    @property
+    def stake(self) -> tuple[bool, bool]:
+        """As of every session."""
+        return self.account.entries > 0, self.spec is not None
+
 
 AnySession = ClientSession | Reader
 """What a client may be: :data:`layerflow.wire.rights.Role` says which messages each kind may send."""
+Some = TypeVar("Some", bound=BaseSession)
+
+
+def first_to_go(sessions: Sequence[Some], comer: str) -> Some | None:
+    """Who of these makes room for one more of the principal `comer`, so that who opens many costs nobody else's.
+
+    One of the principal that has most of them, the new one counted: those with the least :attr:`~BaseSession.stake`
+    first, and of these the one that was silent longest. None = there is nobody but the new one.
+    """
+    counts = Counter(session.principal for session in sessions)
+    counts[comer] += 1
+    most = max(counts.values())
+    own = [session for session in sessions if session.principal == comer] if counts[comer] == most else []
+    crowd = own or [session for session in sessions if counts[session.principal] == most]
+    return min(crowd, key=lambda session: (session.stake, session.heard_at), default=None)
 
 
 class Sessions:
@@ -379,7 +415,7 @@ class Clients:
             raise ProtocolError(f"{type(message).__name__} before Hello; introduce yourself first")
         rights.check(message)
         self._greeted.discard(address)
-        self._make_room_for_client()
+        self._make_room_for_client(principal_of(rights, message.pid))
         session = self._sessions.open(
             address,
             message.engine,
@@ -407,19 +443,23 @@ class Clients:
             ),
         )
 
-    def _make_room_for_client(self) -> None:
-        """Past ``server.max_clients`` the client without memory that was silent longest is forgotten.
+    def _make_room_for_client(self, comer: str) -> None:
+        """Past ``server.max_clients`` a client without memory is forgotten, and told so: see :func:`first_to_go`.
 
+        :param comer: the principal of the new one.
         :raises ProtocolError: all of them are connected at the fd server.
         """
         connections = [session for session in self._sessions if not session.entered]
         most = self._settings().server.max_clients
         if len(connections) < most:
             return
-        idle = min((s for s in connections if not s.at_fd_server), key=lambda s: s.heard_at, default=None)
-        if idle is None:
+        gone = first_to_go([session for session in connections if not session.at_fd_server], comer)
+        if gone is None:
             raise ProtocolError(f"server.max_clients = {most} clients without memory are connected; close some")
-        self._lose_session(idle, "too_many")
+        self._send(gone, wire.Problem(-1, "too_many", f"server.max_clients = {most} clients without memory are "
+                   "connected, and another one has come: of the key or process with most of them the one that was "
+                   "silent longest makes room; close some"))  # fmt: skip
+        self._lose_session(gone, "too_many")
 
     def entered(self, token: bytes, wanted: bytes) -> bool:
         """A client asks at the fd server for shared memory; whether it may have it.
