@@ -71,11 +71,11 @@ class RawClient:
 class RawReader:
     """A server that reads, as far as the control socket knows."""
 
-    def __init__(self, server: EmbeddedServer, name: str = "reader") -> None:
+    def __init__(self, server: EmbeddedServer, name: str = "reader", pid: int = 1) -> None:
         self.dealer = dial(server.context, server.endpoint)
         self.dealer.send(codec.greeting())
         self.dealer.recv()
-        self.dealer.send(codec.encode(wire.PeerHello(name, bytes(16), 1)))
+        self.dealer.send(codec.encode(wire.PeerHello(name, bytes(16), pid)))
         welcome = self.hear(wire.PeerWelcome)
         while not welcome.endpoints:  # its exporter is still to come
             welcome = self.hear(wire.PeerWelcome)

@@ -36,8 +36,8 @@ Readers = Callable[..., RawReader]
 def reader_of() -> Iterator[Readers]:
     made: list[RawReader] = []
 
-    def make(server: EmbeddedServer, name: str = "reader") -> RawReader:
-        made.append(RawReader(server, name))
+    def make(server: EmbeddedServer, name: str = "reader", pid: int = 1) -> RawReader:
+        made.append(RawReader(server, name, pid))
         return made[-1]
 
     yield make
@@ -81,21 +81,122 @@ def test_what_the_share_has_no_room_for_takes_no_pin_of_what_is_lent(embed: Embe
     server = embed(peers__serve=True)
     keys = stored(server, 64)
     reader = reader_of(server)
-    whole = RawReader(server, "other")
-    whole.look(keys[:1])
-    each = int(unpack_u64(whole.hear(wire.PeerFound).nbytes, 1, "nbytes")[0])
-    whole.close()
-    assert eventually(lambda: pinned(server) == 0)
-    arena = server.call(lambda: server.server._arena.nbytes)
-    share = (2.5 * each) / arena
-    settings = server.server.settings
-    peers = settings.peers.model_copy(update={"lease_share": share})
-    server.call(lambda: setattr(server.server, "settings", settings.model_copy(update={"peers": peers})))
+    share_objects(server, keys[0], 2.5)
     reader.look(keys)
     found = reader.hear(wire.PeerFound)
     assert list(found.states) == [wire.STORED] * 2 + [wire.MISSING] * (len(keys) - 2)
     assert found.reason == "peers.lease_share is lent"
     assert pinned(server) == 2, "a lease is a pin"
+
+
+def share_objects(server: EmbeddedServer, key: bytes, objects: float) -> None:
+    """Let leases pin so many objects of the size of this one."""
+    probe = RawReader(server, "probe")
+    probe.look([key])
+    each = int(unpack_u64(probe.hear(wire.PeerFound).nbytes, 1, "nbytes")[0])
+    probe.close()
+    assert eventually(lambda: pinned(server) == 0)
+    settings = server.server.settings
+    share = objects * each / server.call(lambda: server.server._arena.nbytes)
+    peers = settings.peers.model_copy(update={"lease_share": share})
+    server.call(lambda: setattr(server.server, "settings", settings.model_copy(update={"peers": peers})))
+
+
+def test_a_reader_alone_has_the_whole_share_and_another_one_its_part_of_it(embed: Embed, reader_of: Readers) -> None:
+    server = embed(peers__serve=True, peers__lease_ms=3_600_000, server__liveness_ms=600_000)
+    keys = stored(server, 64)[:4]
+    share_objects(server, keys[0], 4.5)
+    first = reader_of(server)
+    leases_of_first = []
+    for key in keys:
+        first.look([key], 3_600_000)
+        leases_of_first.append(first.hear(wire.PeerFound).lease)
+    assert all(leases_of_first) and pinned(server) == 4
+    first.say(wire.PeerBeat(1.0, leases_of_first[:1]))
+    while first.hear(wire.PeerBeat).sent != 1.0:
+        pass
+    second, found = reader_of(server, "second", 2), list[wire.PeerFound]()
+
+    def has_its_part() -> bool:
+        second.look(keys)
+        found.append(second.hear(wire.PeerFound))
+        if sum(found[-1].states) < 2 and found[-1].lease:
+            second.say(wire.PeerRelease(found[-1].lease))
+        return sum(found[-1].states) == 2
+
+    assert eventually(has_its_part), "at once, unless this machine has no time for the exporter"
+    assert found[-1].reason == lending.ALL_LENT
+    ended = [first.hear(wire.PeerProgress) for _ in range(2)]
+    assert [each.lease for each in ended] == leases_of_first[1:3], "those that are not read, oldest first, and no more"
+    assert all("equal part" in each.reason for each in ended)
+    first.look(keys)
+    assert not first.hear(wire.PeerFound).lease, "it has its part"
+    second.say(wire.PeerRelease(found[-1].lease))
+    assert eventually(lambda: server.call(lambda: len(server.server.peers.lending._leases)) == 2)
+    first.look(keys[:2])
+    assert sum(first.hear(wire.PeerFound).states) == 2, "nobody else wants it"
+
+
+def test_what_nobody_waits_for_is_not_made_room_for(embed: Embed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that is gone while it waits for leases to end leaves nothing."""
+    server = embed(peers__serve=True, server__liveness_ms=600_000)
+    monkeypatch.setattr(lending, "ROOM_S", 600.0)
+    keys = stored(server, 64)[:2]
+    share_objects(server, keys[0], 2.5)
+    first, second = RawReader(server), RawReader(server, "second", 2)
+    first.look(keys)
+    assert first.hear(wire.PeerFound).lease
+    lender = server.server.peers.lending
+    with monkeypatch.context() as patched:
+        patched.setattr(lender.exporting, "send", lambda _: True)
+        second.look(keys[:1])
+        assert eventually(lambda: server.call(lambda: len(lender._room_waited_for)) == 1)
+        second.close()
+        assert eventually(lambda: server.call(lambda: len(server.server.sessions.readers())) == 1)
+        assert eventually(lambda: server.call(lambda: len(lender._room_waited_for)) == 0)
+    first.close()
+    for number in server.call(lambda: list(lender._leases)):
+        server.call(lambda number=number: lender._withdrawn(number))
+    assert eventually(lambda: (pinned(server), server.call(lambda: lender.counts()["lent_bytes"])) == (0, 0))
+
+
+def test_a_key_that_has_all_places_of_readers_gives_one_to_another_key(embed: Embed, reader_of: Readers) -> None:
+    server = embed(peers__serve=True, peers__max_readers=3, server__liveness_ms=600_000)
+    keys = stored(server, 32)
+    greedy = [reader_of(server, f"greedy-{number}") for number in range(3)]
+    greedy[0].look(keys)
+    assert greedy[0].hear(wire.PeerFound).lease
+    with pytest.raises(AssertionError, match="max_readers = 3"):
+        reader_of(server, "greedy-3")
+    others = [reader_of(server, "other", 2)]
+    told = greedy[1].hear(wire.Problem)
+    assert (told.code, told.id) == ("too_many", -1) and "makes room" in told.message
+    with pytest.raises(AssertionError, match="max_readers = 3"):
+        reader_of(server, "other", 2)
+    others[0].look(keys)
+    assert others[0].hear(wire.PeerFound).lease
+    assert leases(server) == 2, "who has leases goes last"
+
+
+def test_no_lease_lasts_longer_unread_than_the_owner_keeps_it(embed: Embed, reader_of: Readers) -> None:
+    server = embed(peers__serve=True, peers__lease_ms=5_000)
+    worker = worker_on(server, spec=SPEC, engine="p")
+    chain = worker.prompt(64)
+    worker.serve(chain)
+    p, reader = RawClient(server.context, server.endpoint, SPEC, "p"), reader_of(server)
+    p.say(wire.OpenHandoff(9, "h", chain.parent(0), b"".join(chain.digests), len(chain), chain.tail, 1, 60_000))
+    p.say(wire.EndHandoff("h", len(chain)))
+    lender, handoffs = server.server.peers.lending, server.server.handoffs
+    assert eventually(lambda: server.call(lambda: handoffs.statistics().complete) == 1)
+    keys = [object_key(digest, 0, SPEC.shard) for digest in chain.digests]
+    reader.look(keys, 3_600_000, "h", 60_000)
+    found = reader.hear(wire.PeerFound)
+    assert found.lease and found.lease_ms == 5_000
+    now = time.monotonic()
+    assert server.call(lambda: lender._ends.until(lender._leases[found.lease])) <= now + 5.0
+    assert server.call(lambda: handoffs.due(handoffs.get("h"))) <= now + 5.0
+    p.close()
+    worker.agent.close()
 
 
 def test_what_lies_here_in_pieces_of_another_size_is_lent_and_pinned_as_these_alone(
@@ -197,7 +298,7 @@ def test_questions_that_wait_are_bounded_and_end_with_their_reader(embed: Embed)
 
 
 def test_a_lease_ends_at_its_time_unless_it_is_renewed(embed: Embed, reader_of: Readers) -> None:
-    server = embed(peers__serve=True)
+    server = embed(peers__serve=True, peers__lease_ms=60_000)
     keys = stored(server, 64)
     reader = reader_of(server)
     reader.look(keys, 60_000)

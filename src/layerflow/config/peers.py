@@ -92,10 +92,18 @@ class PeersSettings(Section):
         50, "How long a lookup waits for peers; what it did not hear of is a miss.", unit="ms", ge=1, le=60_000
     )
     lease_ms: Whole = setting(
-        10_000, "What was found at a peer is kept there so long without being read.", unit="ms", ge=100, le=3_600_000
+        10_000,
+        "What was found at a peer is kept there so long without being read; of this arena, no longer for any reader.",
+        unit="ms",
+        ge=100,
+        le=3_600_000,
     )
     lease_share: Real = setting(
-        0.25, "What all peers' leases may pin of this arena.", unit="of the arena", ge=0.01, le=1
+        0.25,
+        "What all peers' leases may pin of this arena; each key's an equal part, where several want some.",
+        unit="of the arena",
+        ge=0.01,
+        le=1,
     )
     link_gbps: Real = setting(
         0,
@@ -104,7 +112,13 @@ class PeersSettings(Section):
         ge=0,
         le=10_000,
     )
-    max_readers: Whole = setting(64, "Servers that read this arena at once.", unit="servers", ge=1, le=1024)
+    max_readers: Whole = setting(
+        64,
+        "Servers that read this arena at once; past it the key with most makes room for others.",
+        unit="servers",
+        ge=1,
+        le=1024,
+    )
     max_leases: Whole = setting(1024, "Leases that one of them may have.", unit="leases", ge=1, le=65_536)
 
     @property

@@ -231,6 +231,7 @@ class Server:
                 self._arena.view,
                 models=lambda: [session.spec for session in self.sessions if session.memory and session.spec],
                 send=self._send_to,
+                give_up=self._give_up,
                 emit=self._tier_news,
                 incoming=incoming,
                 storing=(self.handoffs, self.driver.follows),
@@ -624,6 +625,9 @@ class Server:
             return False
         door.hang_up(identity, why)
         return True
+
+    def _give_up(self, session: AnySession, why: str) -> None:
+        self._handlers.lose(session, why)
 
     def _send_number(self, number: int, message: Message) -> None:
         session = self.sessions.get(number)

@@ -12,6 +12,7 @@ import functools
 import math
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,11 +32,12 @@ from layerflow.objects import HEADER_BYTES, object_bytes, payload_bytes
 from layerflow.observe.logs import LogRateLimiter
 from layerflow.pool.base import Located, Owner, Pool
 from layerflow.server.account import Charge, Refused
-from layerflow.server.clients import Address, Reader, Sessions
+from layerflow.server.clients import Address, Reader, Sessions, first_to_go, principal_of
 from layerflow.server.handoffs.handoff import HandoffRecord, HandoffStatus, model_mismatch
 from layerflow.server.handoffs.registry import Handoffs
 from layerflow.server.incoming import IncomingSaves
-from layerflow.server.mailboxes import Mailboxes, Work, at_once, next_turn
+from layerflow.server.mailboxes import Answer, Mailboxes, Work, at_once, next_turn
+from layerflow.server.peers.share import LeaseShare
 from layerflow.server.tier.host import HostProcess
 from layerflow.spec import GroupSpec, ModelSpec, Shard
 from layerflow.system.numbers import ascending
@@ -275,6 +277,7 @@ def found_of(
     lease: int,
     token: bytes,
     *,
+    lease_s: float,
     items: np.ndarray,
     reason: str,
     failed: bool,
@@ -284,7 +287,7 @@ def found_of(
         message.id,
         lease,
         token,
-        message.lease_ms if lease else 0,
+        round(lease_s * 1e3) if lease else 0,
         items["state"].tobytes(),
         items["nbytes"].tobytes(),
         items["blocks"].tobytes(),
@@ -434,6 +437,12 @@ class LocalPartitions:
 KEYS_PER_SLICE = 256
 """Keys of a lookup that are pinned before another client may get its turn."""
 
+ROOM_S = 0.025
+"""How long a lookup waits for leases that end to make room for it: half of what readers wait for its answer."""
+
+ALL_LENT, PART_LENT = "peers.lease_share is lent", "an equal part of peers.lease_share is lent, and others want some"
+MAKES_ROOM = "it ended early: its readers lease more than an equal part of peers.lease_share, and others want some"
+
 Handle = Callable[[Reader, wire.ToServer], Work]
 ENDING = (wire.PeerRelease, wire.PeerEndHandoff, wire.PeerReleaseHandoff, wire.Bye)
 """Small messages that end something: they are taken however much a reader keeps."""
@@ -444,7 +453,7 @@ class Lending:
 
     :param arena: descriptor and size. :param view: its bytes.
     :param models: the specs that workers here are attached with.
-    :param send: to whoever is at an address of the control sockets.
+    :param send: to whoever is at an address of the control sockets. :param give_up: ends a reader's session.
     """
 
     def __init__(
@@ -456,13 +465,14 @@ class Lending:
         view: memoryview,
         models: Callable[[], Sequence[ModelSpec]],
         send: Callable[[Address, Message], object],
+        give_up: Callable[[Reader, str], None],
         handoffs: Handoffs,
         follows: IncomingSaves,
         sessions: Sessions,
         mailboxes: Mailboxes,
     ) -> None:
         self._settings, self._pool, self._view, self._send, self._models = settings, pool, view, send, models
-        self._mailboxes = mailboxes
+        self._mailboxes, self._give_up = mailboxes, give_up
         self._arena_bytes = arena[1]
         self.incarnation = secrets.token_bytes(wire.INCARNATION_BYTES)
         self._handoffs, self._sessions = handoffs, sessions
@@ -478,7 +488,8 @@ class Lending:
         self._ends: ExpiryHeap[PeerLease] = ExpiryHeap()  #: of those that are lent
         self._log_limit = LogRateLimiter()
         self._numbers = ascending()
-        self._lent_bytes = 0
+        self._share = LeaseShare(lambda: self._settings().peers.lease_share * self._arena_bytes)
+        self._room_waited_for: dict[Callable[[None], None], None] = {}  # who waits for leases that end, in order
         self.lent_objects = self.refused_objects = self.expired_leases = 0
         self.exporting = Exporting(
             settings(), arena, changed=self._welcome_all, withdrawn=self._withdrawn, lost=self.exporter_dead
@@ -494,15 +505,30 @@ class Lending:
 
         :raises ProtocolError: there is no room for more.
         """
-        most = self._settings().peers.max_readers
-        if len(self._sessions.readers()) >= most:
-            raise ProtocolError(f"peers.max_readers = {most} servers read here already")
+        self._make_room_for_reader(principal_of(rights, message.pid))
         now = time.monotonic()
         reader = self._sessions.open_reader(address, message.name, message.pid, now, rights, message.version)
         log.info("peer_reader", reader=reader.name, pid=reader.pid, version=reader.version, door=address[0])
         self._welcome(reader)
         for told in self._partitions.all():
             self._send(address, told)
+
+    def _make_room_for_reader(self, comer: str) -> None:
+        """Past ``peers.max_readers`` one of whoever has most makes room, and is told so, for one who has fewer.
+
+        :param comer: the principal of the new one.
+        :raises ProtocolError: nobody has more than it would have then: readers that are at work do not take turns.
+        """
+        most, readers = self._settings().peers.max_readers, self._sessions.readers()
+        if len(readers) < most:
+            return
+        counts = Counter(reader.principal for reader in readers)
+        gone = first_to_go(readers, comer)
+        if gone is None or counts[gone.principal] <= counts[comer] + 1:
+            raise ProtocolError(f"peers.max_readers = {most} servers read here already")
+        why = f"peers.max_readers = {most} servers read here, most of them of one key: this one makes room for another"
+        self.tell(gone, wire.Problem(-1, "too_many", why))
+        self._give_up(gone, "too_many")
 
     def add_partition(self, spec: ModelSpec) -> None:
         """A worker of this model has attached: readers of other sizes can use what it stores."""
@@ -556,6 +582,7 @@ class Lending:
                 renewed = [number for number in dict.fromkeys(message.renew[:most]) if number in reader.leases]
                 for number in renewed:
                     self._renew(self._leases[number])
+                    self._share.renew(reader.principal, number)
                 self._send(reader.address, wire.PeerBeat(message.sent, renewed))
             case wire.PeerCompare():
                 known = [spec for spec in self._models() if spec.name == message.spec.name]
@@ -593,7 +620,7 @@ class Lending:
         return {
             "readers": len(self._sessions.readers()),
             "lent_leases": self.leases,
-            "lent_bytes": self._lent_bytes,
+            "lent_bytes": self._share.nbytes,
             "lent_objects": self.lent_objects,
             "refused_objects": self.refused_objects,
             "expired_leases": self.expired_leases,
@@ -640,6 +667,10 @@ class Lending:
             until = time.monotonic() + message.wait_ms / 1e3
             await self._hand_off(reader, message, until)
 
+    def _lease_s(self, message: wire.PeerLookup) -> float:
+        """How long what is found is leased: as asked for, and no longer than what nobody reads is kept."""
+        return min(message.lease_ms, self._settings().peers.lease_ms) / 1e3
+
     def _check_leases(self, reader: Reader) -> None:
         """:raises ProtocolError: the reader holds so many leases already."""
         most = self._settings().peers.max_leases
@@ -652,7 +683,7 @@ class Lending:
         charge = functools.partial(reader.account.charge, what, len(message.keys) + len(message.handoff))
         handoff = await self._handoffs.outlast(message.handoff, _is_announced, until, charge)
         if handoff.status.readable:
-            self._handoffs.claim(handoff, time.monotonic(), message.lease_ms / 1e3)
+            self._handoffs.claim(handoff, time.monotonic(), self._lease_s(message))
             await self._lend(reader, message, handoff.spec, "")
         else:
             await self._lend(reader, message, None, handoff.story(), failed=True)
@@ -664,7 +695,7 @@ class Lending:
 
         :param storing: of the engine whose objects are lent before they are whole, too.
         """
-        lease = PeerLease(next(self._numbers), reader, message.lease_ms / 1e3)
+        lease = PeerLease(next(self._numbers), reader, self._lease_s(message))
         try:
             await self._take(lease, message, storing, reason, failed=failed)
         except BaseException:
@@ -683,6 +714,7 @@ class Lending:
             raise ProtocolError(f"{len(message.keys)} bytes are no whole number of {KEY_BYTES}-byte keys")
         items = no_items(count)
         states, why = items["state"], ""
+        room_until = time.monotonic() + ROOM_S
         coming: dict[bytes, int] = {}
         if not self.exporting.address:
             why = "no exporter"
@@ -691,7 +723,11 @@ class Lending:
             for start in range(0, count, KEYS_PER_SLICE):
                 keys = split_keys(message.keys[start * KEY_BYTES : (start + KEYS_PER_SLICE) * KEY_BYTES])
                 few = {key: at for at, key in enumerate(keys, start) if wanted.setdefault(key, at) == at}
-                why = self._pin(few, lease, items) or why
+                left_out = self._pin(few, lease, items)
+                if left_out and await self._make_room(lease, left_out, room_until):
+                    left_out = self._pin({key: few[key] for key in left_out}, lease, items)
+                    self._room_is_free()  # what others wait for may be left
+                why = self._refuse_objects(lease, left_out) or why
                 if storing is not None:
                     missing = [key for key, at in few.items() if states[at] == wire.MISSING]
                     coming |= {key: few[key] for key in missing if self._pool.writer(key) is not None}
@@ -701,12 +737,15 @@ class Lending:
             for key, pending in self._open.lend(lease, coming, storing).items():
                 items[coming[key]] = open_item(pending)
             stored = {key: at for key, at in coming.items() if states[at] == wire.MISSING}
-            why = self._pin(stored, lease, items) or why
+            why = self._refuse_objects(lease, self._pin(stored, lease, items)) or why
         lent_objects = int(np.count_nonzero(states))
         token = secrets.token_bytes(wire.PEER_TOKEN_BYTES) if lent_objects else b""
         lease_key = secrets.token_bytes(LINK_KEY_BYTES) if lent_objects else b""
         number = lease.number if lent_objects else 0
-        answer = found_of(message, number, token, items=items, reason=reason or why, failed=failed, lease_key=lease_key)
+        answer = found_of(
+            message, number, token, lease_s=lease.lease_s, items=items, reason=reason or why, failed=failed,
+            lease_key=lease_key,
+        )  # fmt: skip
         if lent_objects:
             # Many lookups may have waited for one hand-off: each lease is counted where it is made.
             self._check_leases(lease.reader)
@@ -715,35 +754,84 @@ class Lending:
             lease.enter(PeerLeaseState.LENT)
             self._leases[lease.number] = lease
             lease.reader.leases.add(lease.number)
+            self._share.lend(lease.reader.principal, lease.number, lease.nbytes)
             self._renew(lease)
             self.lent_objects += lent_objects
             self.exporting.send(told)
         self._send(lease.reader.address, answer)
 
-    def _pin(self, wanted: Mapping[bytes, int], lease: PeerLease, items: np.ndarray) -> str:
-        """Pin what is whole here, as far as the share allows; why something that is there was left out.
+    def _pin(self, wanted: Mapping[bytes, int], lease: PeerLease, items: np.ndarray) -> dict[bytes, int]:
+        """Pin what is whole here, as far as the share allows; the sizes of what is there and was left out.
 
         :param wanted: by key, its position. :param items: of all keys of the lookup; those that are lent are put there.
         """
-        room = self._settings().peers.lease_share * self._arena_bytes
+        left = self._share.left(lease.reader.principal, time.monotonic())
         places = self._pool.acquire(list(wanted), lease.asked, math.inf)
-        reason, mine = "", []
+        left_out: dict[bytes, int] = {}
+        mine, nbytes = [], 0
         for (key, at), place in zip(wanted.items(), places, strict=True):
             if place is None or place.pieces:
                 continue  # what lies in pieces of another partition is lent piece by piece, by their own names
             item = whole_item(self._view, place)
-            if self._lent_bytes + item.nbytes > room:
-                reason = "peers.lease_share is lent"
-                self.refused_objects += 1
+            if nbytes + item.nbytes > left:
+                left_out[key] = item.nbytes
                 continue
             mine.append(key)
             items[at] = item
-            lease.nbytes += item.nbytes
-            self._lent_bytes += item.nbytes
+            nbytes += item.nbytes
         if mine:
+            lease.nbytes += nbytes
+            self._share.pin(lease.reader.principal, nbytes)
             self._pool.copy_pins(lease.asked, mine, lease.owner)
+            if not left_out:
+                self._share.content(lease.reader.principal)
         self._pool.release(lease.asked)
-        return reason
+        return left_out
+
+    def _refuse_objects(self, lease: PeerLease, left_out: Mapping[bytes, int]) -> str:
+        """Count objects that are there and not lent; why, else empty."""
+        self.refused_objects += len(left_out)
+        if not left_out:
+            return ""
+        room = self._share.room_left >= min(left_out.values())
+        return PART_LENT if room else ALL_LENT
+
+    async def _make_room(self, lease: PeerLease, left_out: Mapping[bytes, int], until: float) -> bool:
+        """End leases of whoever has more than an equal part of the share, and wait for their room, at most until then.
+
+        :param left_out: the sizes of what is to be lent. False = the reader's part has no room for any of it.
+        """
+        reader, share = lease.reader, self._share
+        kept_until = time.monotonic() + self._settings().peers.lease_ms / 1e3
+        wanted = share.want(reader.principal, left_out.values(), kept_until)
+        if not wanted:
+            return False
+        with reader.account.charge("a lookup that waits for room", len(left_out) * KEY_BYTES) as charge:
+            while (number := share.next_to_end(reader.principal, wanted)) is not None:
+                self._end_early(self._leases[number])
+                await next_turn()
+            while share.room_left < wanted and share.leaving and time.monotonic() < until:
+                answer = Answer[None](charge)
+                self._room_waited_for[answer.tell] = None
+                try:
+                    await answer.by(until, None)
+                finally:
+                    self._room_waited_for.pop(answer.tell, None)
+        if share.room_left >= wanted:
+            share.content(reader.principal)
+        return True
+
+    def _room_is_free(self) -> None:
+        """Let the first lookup that waits for room look again."""
+        told = next(iter(self._room_waited_for), None)
+        if told is not None:
+            del self._room_waited_for[told]
+            told(None)
+
+    def _end_early(self, lease: PeerLease) -> None:
+        """End a lease whose room others want, and tell its reader, which brings nothing of it any more."""
+        self.tell(lease.reader, wire.PeerProgress(lease.number, b"", 0, reason=MAKES_ROOM))
+        self._end(lease)
 
     def _renew(self, lease: PeerLease) -> None:
         self._ends.set(lease, time.monotonic() + lease.lease_s)
@@ -755,6 +843,7 @@ class Lending:
         lease.enter(PeerLeaseState.WITHDRAWN)
         self._ends.discard(lease)
         lease.reader.leases.discard(lease.number)
+        self._share.withdraw(lease.reader.principal, lease.number)
         if not self.exporting.send(Withdraw(lease.number)) and not self.exporting.alive:
             self._withdrawn(lease.number)
 
@@ -767,13 +856,15 @@ class Lending:
 
     def _free(self, lease: PeerLease) -> None:
         """Give back what a lease keeps here, which nobody reads."""
+        withdrawn = lease.state is PeerLeaseState.WITHDRAWN
         lease.enter(PeerLeaseState.OVER)
-        self._lent_bytes -= lease.nbytes
+        self._share.free(lease.reader.principal, lease.nbytes, withdrawn=withdrawn)
         self._open.drop(lease)
         self._pool.release(lease.owner)
         self._pool.release(lease.asked)
         if lease.charge is not None:
             lease.charge.release()
+        self._room_is_free()
 
     def _extend(self, message: Extend) -> None:
         self.exporting.send(message)

@@ -19,7 +19,7 @@ from layerflow.errors import ConfigError, LayerflowError, ProtocolError
 from layerflow.flow.events import Event
 from layerflow.observe.collectors import PeerStatistics
 from layerflow.pool.base import Pool
-from layerflow.server.clients import Address, Sessions
+from layerflow.server.clients import Address, Reader, Sessions
 from layerflow.server.handoffs.registry import Handoffs
 from layerflow.server.incoming import IncomingObjects, IncomingSaves
 from layerflow.server.mailboxes import Mailboxes
@@ -79,7 +79,8 @@ class Peers:
 
     :param arena: descriptor and size. :param view: its bytes.
     :param models: the specs that workers here are attached with.
-    :param send: to a client of the control sockets. :param emit: gives events to the core.
+    :param send: to a client of the control sockets. :param give_up: ends a reader's session.
+    :param emit: gives events to the core.
     :param incoming: what is on its way into the arena; what peers are asked has numbers of the same series.
     :param storing: hand-offs, and what is followed.
     :param sessions: of readers, among those of clients. :param mailboxes: likewise.
@@ -96,6 +97,7 @@ class Peers:
         *,
         models: Callable[[], Sequence[ModelSpec]],
         send: Callable[[Address, Message], object],
+        give_up: Callable[[Reader, str], None],
         emit: Callable[[Sequence[Event]], None],
         incoming: IncomingObjects,
         storing: tuple[Handoffs, IncomingSaves],
@@ -115,6 +117,7 @@ class Peers:
                 view=view,
                 models=models,
                 send=send,
+                give_up=give_up,
                 handoffs=storing[0],
                 follows=storing[1],
                 sessions=sessions,

@@ -48,7 +48,7 @@ class PeerLookup(Message, frozen=True, tag=21):
 
     :param incarnation: of the owner, as the reader knows it.
     :param handoff: what they belong to; empty = nothing in particular.
-    :param lease_ms: what is found stays in place so long, from when the owner answers.
+    :param lease_ms: what is found stays in place so long, from when the owner answers, and no longer than it allows.
     :param wait_ms: with a hand-off: what is still to be stored is offered too, once the hand-off is open; the answer
         comes then, at the latest after so long. What is found is then the hand-off's business.
     """
@@ -179,11 +179,11 @@ class PeerFound(Message, frozen=True, tag=121):
 
 
 class PeerProgress(Message, frozen=True, tag=122):
-    """News of open objects of a lease.
+    """News of open objects of a lease, or that all of it has ended.
 
     :param positions: u32 each: their places among the lookup's keys.
     :param layers: so many leading layers of each are stored.
-    :param committed: they are whole. :param reason: they will not be; "" = all is well.
+    :param committed: they are whole. :param reason: why the lease has ended; "" = all is well.
     """
 
     lease: int
