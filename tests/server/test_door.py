@@ -249,6 +249,28 @@ async def test_who_does_not_read_is_not_listened_to_and_then_hung_up_on(world: W
         await world.until(lambda: world.gone == [identity])
 
 
+async def test_who_leaves_most_unread_over_all_its_connections_is_hung_up_on_first(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not who waits for the largest answer: one client with several connections ends nobody else's."""
+    answer = bytes(8 * MOST)
+    monkeypatch.setattr(door_module, "ALL_UNREAD_BYTES", 30 * MOST)
+    names = iter(["decent", *["greedy"] * 4])
+    monkeypatch.setattr(world.door, "_who", lambda _: next(names))
+    async with contextlib.AsyncExitStack() as stack:
+        identities = []
+        for _ in range(5):
+            client = await stack.enter_async_context(raw(world))
+            client.sendall(frame(b"ask"))
+            identities.append((await world.message())[0])
+        decent, *greedy = identities
+        assert world.door.send(decent, bytes(12 * MOST))
+        for identity in greedy:
+            world.door.send(identity, answer)
+        assert world.door.statistics().connections == 3
+        assert world.door.send(decent, b"more"), "those that were hung up on are of the other one"
+
+
 async def test_who_reads_at_last_is_listened_to_again(world: World) -> None:
     async with raw(world) as client:
         client.sendall(frame(b"ask"))

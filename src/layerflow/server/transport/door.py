@@ -49,7 +49,8 @@ THROTTLE_BYTES = 1 << 20
 UNREAD_BYTES = 32 << 20
 """A client with more unread answers is hung up on; a single answer may be larger."""
 ALL_UNREAD_BYTES = 128 << 20
-"""Of all clients' unread answers; past it the client with most of them is hung up on."""
+"""Of all clients' unread answers. Past it, of whichever process or address has the most, the connection with most of
+them is hung up on."""
 UNREAD_S = 30.0
 """A client that reads nothing of its answers for so long is hung up on."""
 
@@ -510,8 +511,12 @@ class Door:
             self._continue(connection)
 
     def _bound_unread(self) -> None:
-        holders = [one for one in self._connections.values() if one.unread]
-        if sum(len(one.unread) for one in holders) > ALL_UNREAD_BYTES:
+        by_whom: Counter[str] = Counter()
+        for one in self._connections.values():
+            by_whom[one.who] += len(one.unread)
+        if by_whom.total() > ALL_UNREAD_BYTES:
+            [(who, _)] = by_whom.most_common(1)
+            holders = [one for one in self._connections.values() if one.who == who]
             most = max(holders, key=lambda one: len(one.unread))
             self._hang_up(most, f"it does not read: {len(most.unread)} bytes of answers wait for it")
 
