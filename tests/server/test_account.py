@@ -41,6 +41,38 @@ def test_where_the_total_is_used_up_those_that_keep_most_are_refused() -> None:
     small.release()
 
 
+def test_who_has_many_clients_has_one_part_of_the_total() -> None:
+    every = accounts()
+    for client in range(16):
+        every.of(client, "greedy").charge("a watch")
+    other = every.of("other", "decent")
+    charges = [other.charge("a watch") for _ in range(8)]
+    with pytest.raises(Refused, match=r"server\.max_clients_bytes"):
+        other.charge("a watch")
+    with pytest.raises(Refused, match=rf"{16 * ENTRY_BYTES} of them for those of this key or process"):
+        every.of("new", "greedy").charge("a watch")
+    for client in [*range(16), "new"]:
+        every.close(client)
+    charges.append(other.charge("a watch"))
+    assert other.whose.nbytes == every.nbytes == 9 * ENTRY_BYTES
+    every.close("other")
+    assert other.whose.nbytes == every.nbytes == 0
+
+
+def test_who_has_many_clients_does_not_have_another_one_hung_up_on() -> None:
+    every = accounts()
+    other, greedy = every.of("other", "decent"), [every.of(client, "greedy") for client in range(9)]
+    for _ in range(8):
+        other.charge("an end", always=True)
+    for each in greedy:
+        for _ in range(3):
+            each.charge("an end", always=True)
+    assert every.nbytes > 2 * TOTAL and other.nbytes > 2 * TOTAL // 10
+    assert not other.overdrawn
+    greedy[0].charge("an end", always=True)
+    assert greedy[0].overdrawn and not greedy[1].overdrawn
+
+
 def test_what_is_always_counted_has_a_bound_too() -> None:
     every = accounts()
     mine, other = every.of("a"), every.of("b")

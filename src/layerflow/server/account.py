@@ -1,7 +1,8 @@
 """What each client makes the server keep: counted where it is made, given back where it ends, ended with the client.
 
 A client's share bounds it whatever it asks for, and the total bounds all clients together. Where the total is used up,
-a client that keeps less than an equal part of it is let through all the same: those that keep most are refused first.
+whoever keeps less than an equal part of it, with all its clients, is let through all the same: those that keep most are
+refused first.
 """
 
 from __future__ import annotations
@@ -78,16 +79,30 @@ class Allowance:
     total: int
 
 
+@dataclass(slots=True)
+class Kept:
+    """What the clients of one principal keep together.
+
+    :param accounts: how many of them are open. :param nbytes: of all of them, those included that are being ended.
+    """
+
+    accounts: int = 0
+    nbytes: int = 0
+
+
 class Account:
     """One client's account.
 
     :param emptied: called whenever nothing is kept any more.
+    :ivar principal: whose client it is. :ivar whose: what all clients of that principal keep.
     :ivar nbytes: that the client makes the server keep. :ivar most: that it ever did.
     """
 
-    def __init__(self, accounts: Accounts, emptied: Callable[[], object] | None = None) -> None:
-        self._accounts = accounts
+    def __init__(self, accounts: Accounts, principal: Hashable, emptied: Callable[[], object] | None = None) -> None:
+        self._accounts, self.principal = accounts, principal
         self._emptied = emptied
+        self.whose = accounts.kept_by(principal)
+        self.whose.accounts += 1
         self._charges: dict[Charge, None] = {}
         self._closed = False
         self.nbytes = self.most = 0
@@ -167,6 +182,7 @@ class Account:
         self.nbytes += nbytes
         self.most = max(self.most, self.nbytes)
         self._accounts.nbytes += nbytes
+        self.whose.nbytes += nbytes
 
 
 class Accounts:
@@ -178,6 +194,7 @@ class Accounts:
     def __init__(self, allowance: Callable[[], Allowance]) -> None:
         self._allowance = allowance
         self._accounts: dict[Hashable, Account] = {}
+        self._kept: dict[Hashable, Kept] = {}  # by principal, of those that have an account
         self._most_freed = 0
         self._ending: deque[Account] = deque()
         self._scheduled = False
@@ -186,30 +203,48 @@ class Accounts:
     def __len__(self) -> int:
         return len(self._accounts)
 
-    def of(self, client: Hashable) -> Account:
-        """The account of a client, opened when it is first asked for."""
+    def of(self, client: Hashable, principal: Hashable = None) -> Account:
+        """The account of a client, opened when it is first asked for.
+
+        :param principal: whose client it is; None = it is the only one of its own.
+        """
         account = self._accounts.get(client)
         if account is None:
-            account = self._accounts[client] = Account(self)
+            account = self._accounts[client] = Account(self, client if principal is None else principal)
         return account
+
+    def kept_by(self, principal: Hashable) -> Kept:
+        """What the open accounts of a principal keep."""
+        return self._kept.setdefault(principal, Kept())
 
     def charge_left(self, who: Hashable, what: str, nbytes: int, *, always: bool = False) -> Charge:
         """Count what clients who have gone leave behind, as what one client keeps that lasts as long as any of it does.
 
-        :param who: they are the same user: other clients of his may go too, and what they leave is counted with this.
+        :param who: their principal: other clients of his may go too, and what they leave is counted with this.
         :raises Refused: as of :meth:`Account.charge`.
         """
         key = ("left", who)
         account = self._accounts.get(key)
         if account is None:
-            account = Account(self, functools.partial(self._accounts.pop, key, None))
-        charge = account.charge(what, nbytes, always=always)
-        self._accounts[key] = account
-        return charge
+            account = self._accounts[key] = Account(self, who, functools.partial(self._remove, key))
+        try:
+            return account.charge(what, nbytes, always=always)
+        except Refused:
+            if not account.entries:
+                self._remove(key)
+            raise
+
+    def _remove(self, client: Hashable) -> Account | None:
+        account = self._accounts.pop(client, None)
+        if account is not None:
+            account.whose.accounts -= 1
+            if not account.whose.accounts:
+                del self._kept[account.principal]
+        return account
 
     def close(self, client: Hashable) -> None:
         """A client has ended, and with it all that is kept for it, much of it in slices on the running loop."""
-        account = self._accounts.pop(client, None)
+        account = self._remove(client)
         if account is not None:
             account.close()
             self._ending.append(account)
@@ -252,7 +287,11 @@ class Accounts:
         if account.nbytes > OVERDRAFT * allowed.share:
             return True
         total = OVERDRAFT * allowed.total
-        return self.nbytes > total and account.nbytes > total // max(1, len(self._accounts))
+        return (
+            self.nbytes > total
+            and account.nbytes > total // max(1, len(self._accounts))
+            and account.whose.nbytes > total // max(1, len(self._kept))
+        )
 
     def check(self, account: Account, what: str, nbytes: int) -> None:
         """May this be kept for a client?
@@ -268,9 +307,11 @@ class Accounts:
                 f"client, and server.max_client_bytes is {allowed.share}; wait for answers, drop leases, or ask for "
                 "less at once",
             )
-        if self.nbytes + nbytes > allowed.total and mine > allowed.total // max(1, len(self._accounts)):
+        kept = account.whose.nbytes
+        if self.nbytes + nbytes > allowed.total and kept + nbytes > allowed.total // max(1, len(self._kept)):
             raise Refused(
                 "quota",
-                f"{what} of {nbytes} bytes: {self.nbytes} bytes are kept for {len(self._accounts)} clients, and "
-                f"server.max_clients_bytes is {allowed.total}; try again later",
+                f"{what} of {nbytes} bytes: {self.nbytes} bytes are kept for {len(self._accounts)} clients, {kept} of "
+                f"them for those of this key or process, and server.max_clients_bytes is {allowed.total}; try again "
+                "later",
             )

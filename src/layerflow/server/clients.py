@@ -240,7 +240,7 @@ class Sessions:
         :param version: see :class:`ClientSession`.
         """
         token = secrets.token_bytes(TOKEN_BYTES)
-        account = self.accounts.of(address)
+        account = self.accounts.of(address, principal_of(rights, pid))
         known = rights.name_of(engine)
         called = known if not name else name if rights.acts_for(engine) else f"{name}@{rights.key[:8]}"
         session = ClientSession(
@@ -272,7 +272,7 @@ class Sessions:
             pid=pid,
             version=version,
             rights=rights,
-            account=self.accounts.of(address),
+            account=self.accounts.of(address, principal_of(rights, pid)),
             heard_at=now,
         )
         self._by_address[address] = reader
