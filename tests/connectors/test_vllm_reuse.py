@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from layerflow.connectors.vllm.reuse import kind_of, obstacle
+from layerflow.connectors.vllm.reuse import check_attention, kind_of, obstacle
 from layerflow.errors import Unsupported
 
 
@@ -25,8 +25,7 @@ class FullAttentionSpec:
 def engine(**changed: Any) -> Any:
     model = {"runner_type": "generate", "pooler_config": None, "is_prefix_caching_supported": True}
     cache = SimpleNamespace(calculate_kv_scales=changed.pop("calculate_kv_scales", False))
-    more = {"additional_config": changed.pop("additional_config", {})}
-    return SimpleNamespace(model_config=SimpleNamespace(**model | changed), cache_config=cache, **more)
+    return SimpleNamespace(model_config=SimpleNamespace(**model | changed), cache_config=cache)
 
 
 def pooling(seq: str | None, tok: str | None = None) -> Any:
@@ -50,7 +49,6 @@ def test_what_is_known_to_be_right_is_reused(config: Any) -> None:
         (engine(is_prefix_caching_supported=False), FullAttentionSpec(), "does not reuse prefixes"),
         (engine(), FullAttentionSpec(non_causal=True), "later ones"),
         (engine(calculate_kv_scales=True), FullAttentionSpec(), "first batch"),
-        (engine(additional_config={"enable_kv_nz": True}), FullAttentionSpec(), "another order"),
     ],
 )
 def test_what_is_not_is_told_in_one_sentence(config: Any, layer_spec: Any, reason: str) -> None:
@@ -100,3 +98,39 @@ class TestSpecs:
         assert kind_of(state(16, "align")) == "state"
         with pytest.raises(Unsupported, match="mamba_cache_mode='all'"):
             kind_of(state(16, "all"))
+
+
+def computed_by(impl: str, **facts: bool) -> Any:
+    """A layer whose attention vLLM-Ascend computes."""
+    return SimpleNamespace(impl=type(impl, (), facts)())
+
+
+class TestAttentionOnNpus:
+    @pytest.mark.parametrize(
+        "layer",
+        [
+            computed_by("AscendAttentionBackendImpl"),
+            computed_by("AscendFAImpl"),
+            computed_by("AscendMLAImpl", fa_quant_layer=False, support_fp8_attention=False, enable_kv_nz=False),
+            computed_by("AscendMLAImpl", fa_quant_layer=True, support_fp8_attention=True, enable_kv_nz=False),
+            computed_by("AscendSFAImpl"),
+            computed_by("AscendSFADSACPImpl"),
+            SimpleNamespace(),  # an indexer's cache, recurrent state
+            None,
+        ],
+    )
+    def test_that_writes_its_cache_in_the_order_it_reads_is_moved(self, layer: Any) -> None:
+        check_attention("l.0", layer)
+
+    @pytest.mark.parametrize(
+        ("layer", "reason"),
+        [
+            (computed_by("AscendC8AttentionBackendImpl"), "some passes only"),
+            (computed_by("AscendMLAImpl", fa_quant_layer=True, support_fp8_attention=False), "--kv-cache-dtype"),
+            (computed_by("AscendMLAImpl", enable_kv_nz=True), "enable_kv_nz"),
+            (computed_by("AscendC8MXFPAttentionBackendImpl"), "is AscendC8MXFPAttentionBackendImpl"),
+        ],
+    )
+    def test_other_attention_is_refused(self, layer: Any, reason: str) -> None:
+        with pytest.raises(Unsupported, match=rf"layer l\.0: .*{reason}"):
+            check_attention("l.0", layer)

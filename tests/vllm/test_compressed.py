@@ -113,6 +113,7 @@ def laid_out(options: Options, context: dict[str, Any] | None = None, without: t
             rank=0, tensor_parallel_size=1, pipeline_parallel_size=1, decode_context_parallel_size=1
         ),
         speculative_config=None,
+        device_config=SimpleNamespace(device_type="cuda"),
         compilation_config=SimpleNamespace(static_forward_context=state_layers() if context is None else context),
     )
     named = {name: spec for name, spec in caches().items() if not name.endswith(without)}

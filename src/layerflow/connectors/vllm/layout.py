@@ -27,7 +27,7 @@ from layerflow.connectors.vllm.context import ContextParallel, context_of, sizes
 from layerflow.connectors.vllm.identity.computation import computation_of
 from layerflow.connectors.vllm.identity.identity import arithmetic_of, checkpoint_of, quantization_of
 from layerflow.connectors.vllm.options import Options
-from layerflow.connectors.vllm.reuse import kind_of
+from layerflow.connectors.vllm.reuse import check_attention, kind_of
 from layerflow.connectors.vllm.versions import release
 from layerflow.errors import ConfigError, Unsupported
 from layerflow.kinds import KINDS
@@ -271,6 +271,8 @@ def layout_of(vllm_config: Any, cache: Any, kv_caches: Mapping[str, Any], option
             if name in unmoved:
                 continue
             layer_spec = _layer_spec(group.kv_cache_spec, name)
+            if vllm_config.device_config.device_type == "npu":
+                check_attention(name, vllm_config.compilation_config.static_forward_context.get(name))
             planes[name] = _planes(name, layer_spec, kv_caches[name], cache.num_blocks)
             widths = tuple(plane.shape[2] for plane in planes[name])
             window = layer_spec.sliding_window - ratios.get(name, 0) if KINDS[kind_of(layer_spec)].windowed else 0

@@ -7,7 +7,7 @@ poolers, caches and fields of caches that are known to be so are listed; what is
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from layerflow.errors import Unsupported
@@ -39,6 +39,11 @@ _FIELDS = frozenset(
 )  # fmt: skip
 """Fields of vLLM's cache specs whose values are understood, whatever they are."""
 
+_ASCEND_ATTENTION = frozenset(
+    {"AscendAttentionBackendImpl", "AscendFAImpl", "AscendMLAImpl", "AscendSFAImpl", "AscendSFADSACPImpl"}
+)
+"""Attention of vLLM-Ascend that writes every token of a pass, and in the one order that it is read in."""
+
 _SPECS = {spec: kind.name for kind in KINDS.values() for spec in kind.vllm}
 
 
@@ -66,6 +71,36 @@ def kind_of(layer_spec: Any) -> str:
     return _SPECS[name]
 
 
+def check_attention(name: str, layer: Any) -> None:
+    """Refuse attention on an NPU of which it is not known that a cache's rows are what was computed for its tokens.
+
+    Where vLLM-Ascend quantises a cache, or orders it for decoding, by `kv_role`, prompts that such an engine computes
+    have wrong answers, whatever is loaded: to load and save nothing is no way out.
+
+    :param name: the layer's. :param layer: what vLLM computes it with; None = not known by this name.
+    :raises Unsupported: with the layer, and what to do.
+    """
+    impl = getattr(layer, "impl", None)
+    kind = type(impl).__name__
+    if kind == "AscendC8AttentionBackendImpl":
+        raise Unsupported(
+            f"layer {name}: with a KV connector, vLLM-Ascend computes attention over an int8 KV cache (C8) in some "
+            "passes only, and leaves out others; serve a checkpoint without C8"
+        )
+    if impl is not None and kind not in _ASCEND_ATTENTION:
+        raise Unsupported(
+            f"layer {name}: vLLM-Ascend's attention is {kind}, and how that writes its cache is not known here; run it "
+            "without the connector"
+        )
+    quantised = getattr(impl, "fa_quant_layer", False) and not getattr(impl, "support_fp8_attention", False)
+    if quantised or getattr(impl, "enable_kv_nz", False):
+        reason = "with an int8 cache on this device" if quantised else "with enable_kv_nz"
+        raise Unsupported(
+            f"layer {name}: {reason}, vLLM-Ascend's decode reads a latent cache in another order than its prefill "
+            f"writes one; leave out {'--kv-cache-dtype' if quantised else 'it'}"
+        )
+
+
 def obstacle(vllm_config: Any, layer_specs: Iterable[Any]) -> str:
     """Why nothing may be loaded or saved for this engine, a sentence; "" = it may.
 
@@ -82,9 +117,6 @@ def obstacle(vllm_config: Any, layer_specs: Iterable[Any]) -> str:
         return "vLLM does not reuse prefixes of this model: its tokens' KV, or its answers, depend on more than those"
     if any(getattr(each, "non_causal", False) for each in layer_specs):
         return "some of this model's tokens attend to later ones: their KV does not follow from the tokens before them"
-    ascend = getattr(vllm_config, "additional_config", None)
-    if isinstance(ascend, Mapping) and ascend.get("enable_kv_nz"):
-        return "enable_kv_nz has vLLM-Ascend's decode read a latent cache in another order than its prefill writes one"
     if getattr(cache, "calculate_kv_scales", False):
         return "calculate_kv_scales takes the scales of the KV cache from each process's first batch: no other has them"
     return ""
