@@ -75,3 +75,37 @@ def test_attention_is_looked_at_where_vllm_ascend_computes_it() -> None:
     with pytest.raises(Unsupported, match=r"layer l\.1: .*C8"):
         Engine(tensors, layers=layers, device="npu").layout()
     assert Engine(tensors, layers=layers).layout().numbers == {"l.0": 0, "l.1": 1}
+
+
+class TestLayersOfOneBlockTable:
+    def test_may_not_share_memory(self) -> None:
+        """vLLM-Ascend has layers take turns in one buffer where AscendStoreConnector asks for it."""
+        once = cache()
+        with pytest.raises(Unsupported, match=r"layers l\.0 and l\.2 use the same blocks and share memory"):
+            Engine({"l.0": once, "l.1": cache(), "l.2": once}).layout()
+
+    def test_may_not_share_a_part_of_it(self) -> None:
+        keys, values = cache(), cache()
+        with pytest.raises(Unsupported, match="share memory"):
+            Engine({"l.0": (keys, values), "l.1": (cache(), values)}).layout()
+        both = torch.zeros((2 * BLOCKS, 2, TOKENS, 8), dtype=torch.bfloat16)
+        with pytest.raises(Unsupported, match="share memory"):
+            Engine({"l.0": both[:BLOCKS], "l.1": both[BLOCKS - 1 : 2 * BLOCKS - 1]}).layout()
+
+    def test_may_be_packed_into_one_allocation(self) -> None:
+        page = torch.zeros((BLOCKS, 3, 2, TOKENS, 8), dtype=torch.bfloat16)
+        layers = torch.zeros((3, BLOCKS, 2, TOKENS, 8), dtype=torch.bfloat16)
+        for packed in (page.transpose(0, 1), layers):
+            assert Engine({f"l.{number}": packed[number] for number in range(3)}).layout().spec.num_layers == 3
+
+    def test_share_it_with_other_groups(self) -> None:
+        """A block is one group's at a time."""
+        once, other = cache(), cache()
+        made = Engine({"l.0": once, "l.2": other}, {"l.1": once, "l.3": other}).layout()
+        assert made.vllm_groups == (0, 1)
+
+    def test_whose_cache_is_another_ones_are_not_vllms_to_move(self) -> None:
+        """KV sharing: registered under a name that no cache group has."""
+        engine = Engine({"l.0": cache()})
+        engine.tensors["l.1"] = engine.tensors["l.0"]
+        assert engine.layout().numbers == {"l.0": 0}

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
+import numpy as np
 import structlog
 import torch
 
@@ -277,6 +278,7 @@ def layout_of(vllm_config: Any, cache: Any, kv_caches: Mapping[str, Any], option
             widths = tuple(plane.shape[2] for plane in planes[name])
             window = layer_spec.sliding_window - ratios.get(name, 0) if KINDS[kind_of(layer_spec)].windowed else 0
             places.setdefault((index, layer_spec, widths, name in drafts, window), []).append(name)
+        _check_apart({name: planes[name] for name in group.layer_names if name in planes})
     in_order = sorted(planes, key=lambda name: (name in drafts, _forward_order(name)))
     numbers = {name: number for number, name in enumerate(in_order)}
     groups: list[GroupSpec] = []
@@ -520,6 +522,45 @@ def _blocks(name: str, tensor: torch.Tensor, num_blocks: int, entries: int) -> t
     width = inner * ratio // entries
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return flat.set_(storage, offset, (num_blocks, entries, width), (stride * ratio, width, 1))
+
+
+def _check_apart(planes: Mapping[str, Sequence[torch.Tensor]]) -> None:
+    """Layers of one block table use the same blocks at the same time, so each needs memory of its own.
+
+    Those of different groups may lie in one tensor: vLLM gives a block to one group at a time.
+
+    :param planes: of one cache group, by layer.
+    :raises Unsupported: a block of one layer lies where a block of another one does.
+    """
+    for near in _interleaved(planes):
+        count = near[0][1].shape[0]
+        starts = np.concatenate([np.arange(count) * plane.stride(0) + plane.data_ptr() for _, plane in near])
+        ends = starts + np.repeat([plane[0].numel() for _, plane in near], count)
+        order = np.argsort(starts, kind="stable")
+        shared = np.flatnonzero(ends[order][:-1] > starts[order][1:])
+        if shared.size:
+            first, second = (near[order[shared[0] + place] // count][0] for place in (0, 1))
+            raise Unsupported(
+                f"layers {first} and {second} use the same blocks and share memory, so that loading one overwrites the "
+                "other; turn off what has layers take turns in one buffer (layer-wise reuse of buffers in another "
+                "connector), or run without this connector"
+            )
+
+
+def _interleaved(planes: Mapping[str, Sequence[torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Planes, by their layers' names, that lie within each other's address ranges: packed layouts, mostly none."""
+    near: list[tuple[str, torch.Tensor]] = []
+    end = 0
+    named = [(name, plane) for name, parts in planes.items() for plane in parts if plane.numel()]
+    for name, plane in sorted(named, key=lambda each: each[1].data_ptr()):
+        if plane.data_ptr() >= end:
+            if len(near) > 1:
+                yield near
+            near = []
+        near.append((name, plane))
+        end = max(end, plane.data_ptr() + (plane.shape[0] - 1) * plane.stride(0) + plane[0].numel())
+    if len(near) > 1:
+        yield near
 
 
 def _dense_bytes(block: torch.Tensor) -> int | None:
