@@ -80,6 +80,13 @@ MODELS = {
     ),
     "state": Model((full(0, 1, 2), GroupSpec("state", BLOCK, (3,), ROWS)), (0, 1), hooked=frozenset((0, 1, 2))),
     "draft": Model((full(0, 1, 2), full(3)), (0, 0), shard=Shard(drafts=("", "eagle"))),
+    "indexed draft": Model(
+        (full(0, 1), full(3), full(2)),
+        (0, 0, 0),
+        ("m.0.attn", "m.1.attn", "m.9.index", "m.9.attn"),
+        frozenset((0, 1, 3)),
+        Shard(drafts=("", "mtp", "mtp")),
+    ),
     "no hooks": Model((full(0, 1, 2, 3),), (0,), hooked=frozenset()),
 }
 
@@ -224,6 +231,7 @@ class Replay(RuleBasedStateMachine):
         self.prompts: dict[tuple[int, ...], tuple[Prompt, Chain]] = {}
         self.parts: list[Part] = []
         self.count = 0
+        self.left_out = False
         self.passes = [self.stream.put(), self.stream.put()]
         self.deferred: list[tuple[Work, list[int]]] = []
 
@@ -474,6 +482,7 @@ class Replay(RuleBasedStateMachine):
 
     def forward(self, parts: list[Part], how: str, *, hooked: bool) -> None:
         twice = self.splits or how in ("halves", "loops")
+        self.left_out |= how == "no draft"
         layers = [layer for layer in range(LAYERS) if not (how == "no draft" and layer in self.drafts)]
         silent = 1 if how == "one is silent" and 1 in self.model.hooked else -1
 
@@ -559,8 +568,8 @@ class Replay(RuleBasedStateMachine):
         done = self.stream.put()
         assert eventually(lambda: done.done, PATIENCE_S)
         for layer, planes in self.tensors.items():
-            if layer in self.drafts:
-                continue
+            if layer in self.drafts and (self.left_out or not hit.drafts):
+                continue  # behind rows that it has not computed, a draft model computes what is only worth less
             rows, blocks = prompt.rows[layer, : hit.tokens], planes["kv"].numpy()
             table = tables[[group for group, _ in self.model.spec.layer_places()][layer]]
             if layer in self.state_layers:

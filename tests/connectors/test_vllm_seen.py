@@ -483,6 +483,27 @@ class TestSeeing:
         assert self.run(hooks, 0) and not hooks.unseen
         assert hooks.drafts == {2}
 
+    def test_a_draft_models_indexer_is_read_before_its_layer_asks_and_written_with_it(self) -> None:
+        groups = [GroupSpec("full", 32, (layer,), PLANES) for layer in range(3)]
+        names = {"m.0.attn": 0, "m.9.attn": 1, "m.9.indexer.k_cache": 2}
+        hooks = hooks_of(names, *groups, shard=Shard(drafts=("", "mtp", "mtp")))
+        assert self.run(hooks, 0) and not hooks.drafted, "the draft model was left out"
+        assert hooks.asking == (Asking.BY_LAYER,) * 3
+        assert self.run(hooks, 0, 1) and hooks.drafted
+        assert hooks.asking == (Asking.BY_LAYER, Asking.BY_LAYER, Asking.BEFORE)
+        assert not self.run(hooks, 0) and not hooks.drafted and hooks.ever_drafted
+
+    def test_a_draft_layer_of_which_nothing_is_called_is_not_known_to_be_written(self) -> None:
+        groups = GroupSpec("full", 32, (0,), PLANES), GroupSpec("full", 32, (1, 2), PLANES)
+        hooks = hooks_of({"m.0.attn": 0, "m.8.attn": 1, "m.9.attn": 2}, *groups, shard=Shard(drafts=("", "mtp")))
+        self.run(hooks, 0, 1)
+        assert not hooks.drafted and not hooks.ever_drafted
+        assert hooks.asking == (Asking.BY_LAYER, Asking.BY_LAYER)
+        self.run(hooks, 0, 1, 2)
+        assert hooks.drafted
+        self.run(hooks, 0, 1)
+        assert not hooks.drafted
+
     def test_the_scheduler_waits_for_all_ranks(self) -> None:
         spec = msgspec.structs.replace(spec_of(MAIN, INDEX), shard=Shard(0, 2))
         loads = StepLoads([BLOCK], recovers=False)

@@ -125,6 +125,7 @@ class WorkerSide:
         self._computed_at: DeviceEvent | None = None
         self._step: Step | NoStep | None = None
         self._drafts: Step | NoStep | None = None  # what it saves of a draft model
+        self._drafts_tried = False  # some pass has run in which they could have been saved
         self._tails: Step | NoStep | None = None
         self._background: dict[str, Step | NoStep] = {}
         self._unopened: dict[str, list[PartDescriptor]] = {}
@@ -360,8 +361,8 @@ class WorkerSide:
             tails.close()
         ok = False if crashed or self._failures.in_step else None
         if drafts is not None:
-            # vLLM may leave its draft model out of a pass: what it was not seen to compute is not there.
-            drafted = ok is None and self._hooks.drafts <= self._hooks.saved
+            self._drafts_tried = self._drafts_tried or not crashed
+            drafted = ok is None and self._has_drafted(step)
             if drafted:
                 self._mark_done(drafts)
             drafts.close(None if drafted else False)
@@ -520,7 +521,9 @@ class WorkerSide:
             saves, drafts = self._divided(plan.saves.parts)
             opened = self._agent.open_descriptors(plan.loads, saves, work=plan.work, after=after)
             self._step = self._remember(opened, requests_of(plan.loads))
-            self._drafts = self._agent.open_descriptors([], drafts) if drafts else None
+            # One that was not seen to write all of its layers may never be: room for it would be given up again.
+            drafts_known = self._hooks.ever_drafted or not self._drafts_tried
+            self._drafts = self._agent.open_descriptors([], drafts) if drafts and drafts_known else None
             self._landing.opened(plan.number, opened)
             self._saving.update(dict.fromkeys(plan.saves.requests, plan.number))
             for step in (self._step, self._drafts):
@@ -612,6 +615,18 @@ class WorkerSide:
         if isinstance(step, Step) and step.loads:
             for layer in self._hooks.drafts - self._hooks.asked:
                 self._landing.reported(step, step.wait_layer(layer))  # nobody has computed on what has failed of these
+
+    def _has_drafted(self, step: Step | NoStep | None) -> bool:
+        """Has the draft model computed its layers on what the step has loaded of them?
+
+        vLLM may leave it out of a pass: what it was not seen to compute is not there. And a cache that asks for nothing
+        is only known to have its loads where they came before the pass.
+        """
+        if not self._hooks.drafted:
+            return False
+        groups = self._layout.spec.groups
+        loaded = {layer for part in _loads(step) for layer in groups[part.group].layers}
+        return self._all_awaited or self._hooks.asked.issuperset(loaded & self._hooks.drafts)
 
     def _doubt_reads(self) -> None:
         """VLLM may prepare its next step now, without asking."""
@@ -721,5 +736,5 @@ class WorkerSide:
                 self._overlaps[request] = (hidden + load.hidden_ms / 1e3, whole + load.transfer_ms / 1e3)
 
 
-def _loads(step: Step | NoStep) -> Sequence[PartDescriptor]:
+def _loads(step: Step | NoStep | None) -> Sequence[PartDescriptor]:
     return step.loads if isinstance(step, Step) else ()
