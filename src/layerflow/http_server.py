@@ -30,8 +30,9 @@ class UvicornServer(uvicorn.Server):
 
     :param backlog: connections that wait to be accepted.
     :param accepting: called once requests are accepted.
-    :param most: connections at once. One more takes the place of the one that has waited longest without a request;
-        where all have one, it is closed.
+    :param most: connections at once. One more takes the place of the one that has waited longest without a request, or
+        else of the one whose request, its body included, has been coming for longest: who sends as a decent client does
+        has ended before. Where every request is whole, it is closed.
     """
 
     def __init__(
@@ -113,30 +114,48 @@ def _bounded(most: int) -> type[asyncio.Protocol]:
         def __init__(self, *args: Any, **more: Any) -> None:
             super().__init__(*args, **more)
             self._head_timer: asyncio.TimerHandle | None = None
-            self._since = 0.0
+            self._since = 0.0  #: without a request, or with one that is coming
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            self._since = self.loop.time()
-            self._head_timer = self.loop.call_later(HEAD_S, transport.abort)
+            self._await_head()
             if len(self.connections) > most:
-                idle = [one for one in self.connections if one is not self and not one.busy]
-                min(idle, key=lambda one: one._since, default=self).transport.abort()
+                waiting = [one for one in self.connections if not one.served]
+                ended = min(waiting, key=lambda one: (one.asked, one._since))
+                self.connections.discard(ended)  # no next one takes its place again before it is lost
+                ended.transport.abort()
             elif not leaves(transport.get_extra_info("socket").fileno(), FOR_HTTP):
                 transport.abort()
 
         @property
         def busy(self) -> bool:
-            """Is a request being answered?"""
+            """Has a request's head come, and not been answered?"""
             return self.cycle is not None and not self.cycle.response_complete
 
+        @property
+        def asked(self) -> bool:
+            """Is a request coming, or here? So is a first one that has not begun."""
+            return self.busy or self._head_timer is not None
+
+        @property
+        def served(self) -> bool:
+            """Has a request come whole, and not been answered?"""
+            return self.busy and not self.cycle.more_body
+
         def data_received(self, data: bytes) -> None:
+            if not self.asked:
+                self._await_head()
             super().data_received(data)
             if self.busy:
                 self._stop_timer()
-            elif self._head_timer is None:
-                self._since = self.loop.time()
-                self._head_timer = self.loop.call_later(HEAD_S, self.transport.abort)
+
+        def on_response_complete(self) -> None:
+            self._since = self.loop.time()
+            super().on_response_complete()
+
+        def _await_head(self) -> None:
+            self._since = self.loop.time()
+            self._head_timer = self.loop.call_later(HEAD_S, self.transport.abort)
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_timer()

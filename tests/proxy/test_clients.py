@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from layerflow.config.proxy import ProxySettings
-from layerflow.proxy import exchange, routes
+from layerflow.proxy import exchange, routes, serve
 from layerflow.proxy.answers import make_event
 from layerflow.proxy.context import make_context
 from layerflow.proxy.metaserver import Metaserver
@@ -136,6 +136,26 @@ async def test_bodies_that_come_slowly_make_room_for_others():
                 assert b"200" in (await answered(old)).partition(b"\r\n")[0]
             await settled(scene)
             assert await scene.metric("layerflow_proxy_request_bytes") == 0
+
+
+async def test_bodies_that_drip_take_no_connection_from_others(monkeypatch):
+    """One client holds every connection with a body that never ends."""
+    monkeypatch.setattr(serve, "_most_connections", lambda: 4)
+    with StubEngine() as prefiller, StubEngine() as decoder:
+        async with proxied(prefiller, decoder) as scene, contextlib.AsyncExitStack() as open_ones:
+            host, port = scene.url.removeprefix("http://").split(":")
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n".encode()
+            dripping = []
+            for count in range(1, 5):
+                dripping.append(await open_ones.enter_async_context(await anyio.connect_tcp(host, int(port))))
+                await dripping[-1].send(head + b"{")
+                while count < 4 and await scene.metric("layerflow_proxy_request_bytes") != count:
+                    pass
+            async with httpx.AsyncClient(trust_env=False, timeout=20) as client:
+                answer = await client.post(scene.url + COMPLETIONS, json={"prompt": "a", "max_tokens": 1})
+            assert answer.status_code == 200
+            with pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
+                await dripping[0].receive()
 
 
 async def test_while_bodies_of_open_requests_take_all_the_room_others_are_told():

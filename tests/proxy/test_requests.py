@@ -398,12 +398,13 @@ async def test_configured_servers_are_not_replaced():
             assert decoder.seen[-1].params["layerflow"]["servers"] == ["tcp://p:1"]
 
 
-async def test_a_body_that_drips_has_a_time_in_all():
+@pytest.mark.parametrize("path", ["/instances/add", COMPLETIONS])
+async def test_a_body_that_drips_has_a_time_in_all(path):
     with StubEngine() as prefiller, StubEngine() as decoder:
-        async with proxied(prefiller, decoder, idle_timeout_s=0.3) as scene:
+        async with proxied(prefiller, decoder, idle_timeout_s=0.3, request_timeout_s=10) as scene:
             host, port = scene.url.removeprefix("http://").split(":")
             async with await anyio.connect_tcp(host, int(port)) as client, anyio.create_task_group() as tasks:
-                head = f"POST /instances/add HTTP/1.1\r\nhost: x\r\nauthorization: {OPERATOR['authorization']}\r\n"
+                head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: {OPERATOR['authorization']}\r\n"
                 await client.send(f"{head}content-length: 100000\r\n\r\n".encode())
 
                 async def drip():

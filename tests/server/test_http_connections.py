@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -17,6 +17,7 @@ from layerflow.http_server import UvicornServer, listen
 
 PATIENCE_S = 20.0
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+BEGUN = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nb"
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -27,13 +28,15 @@ class World:
         self.may_answer = asyncio.Event()
         self.asked = 0
 
-        async def answer(_: Request) -> Response:
+        async def answer(request: Request) -> Response:
             self.asked += 1
-            await self.may_answer.wait()
+            with contextlib.suppress(ClientDisconnect):
+                await request.body()
+                await self.may_answer.wait()
             return Response(b"yes")
 
         self.listener = listen("127.0.0.1", 0, 8, "")
-        self.server = UvicornServer(Starlette(routes=[Route("/", answer)]), 8, lambda: None, 2)
+        self.server = UvicornServer(Starlette(routes=[Route("/", answer, methods=["GET", "POST"])]), 8, lambda: None, 2)
 
     async def connect(self, said: bytes = b"") -> Connection:
         reader, writer = await asyncio.open_connection(*self.listener.getsockname()[:2])
@@ -89,6 +92,50 @@ async def test_one_too_many_takes_the_place_of_who_waits_longest(world: World) -
     world.may_answer.set()
     assert await answered(busy)
     assert await answered(newest)
+
+
+async def test_one_too_many_takes_the_place_of_whose_request_has_been_coming_for_longest(world: World) -> None:
+    oldest = await world.connect(BEGUN)
+    await until(world, 1)
+    busy = await world.connect(GET)
+    await until(world, 2)
+    newer = await world.connect(BEGUN)
+    assert await closed(oldest), "its body drips"
+    await until(world, 3)
+    newest = await world.connect(GET)
+    assert await closed(newer)
+    await until(world, 4)
+    assert await closed(await world.connect(BEGUN)), "the others' requests are whole"
+    world.may_answer.set()
+    assert await answered(busy)
+    assert await answered(newest)
+
+
+async def test_who_waits_without_a_request_makes_room_before_a_body_that_comes(world: World) -> None:
+    coming = await world.connect(BEGUN)
+    await until(world, 1)
+    world.may_answer.set()
+    reader, writer = idle = await world.connect(GET)
+    await reader.readuntil(b"yes")
+    newest = await world.connect(GET)
+    assert await closed(idle)
+    assert await answered(newest)
+    coming[1].write(b"b" * 999)
+    assert await answered(coming)
+    writer.close()
+
+
+async def test_many_at_once_take_a_place_each(world: World) -> None:
+    slow = [await world.connect(BEGUN) for _ in range(2)]
+    await until(world, 2)
+    decent = await asyncio.gather(*(world.connect(GET) for _ in range(2)))
+    for one in slow:
+        assert await closed(one)
+    await until(world, 4)
+    world.may_answer.set()
+    for one in decent:
+        assert await answered(one)
+    assert len(world.server.server_state.connections) <= 2
 
 
 @pytest.mark.parametrize("said", [b"", b"GET / HT"])

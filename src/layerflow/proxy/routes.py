@@ -34,6 +34,8 @@ from layerflow.proxy.request import CHAT, COMPLETIONS, NOT_JSON, header, read_re
 
 
 _SMALL_BYTES = 4 << 20
+_SLOWEST = 16 << 10
+"""Bytes per second of a body, beside ``idle_timeout_s`` once: slower ones hold a connection that others need."""
 _QUERY = "!$&'()*+,;=:@/?%"  # RFC 3986, and what is quoted already
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
@@ -43,15 +45,20 @@ async def read_body(receive: Receive, settings: ProxySettings, share: BodyShare,
 
     :param share: its share of what all bodies may have; it goes on after this.
     :param most: bytes that it may have, if not ``max_request_bytes``.
-    :raises ProxyError: it is too large, does not come, or there is no room for it.
+    :raises ProxyError: it is too large, does not come or comes too slowly, or there is no room for it.
     :raises ClientGone: the client left.
     """
     most = min(most or settings.max_request_bytes, settings.max_request_bytes)
     content = bytearray()
+    began = heard = anyio.current_time()
     while True:
-        with anyio.move_on_after(settings.idle_timeout_s) as share.waiting:
+        silent_at = heard + settings.idle_timeout_s
+        slow_at = began + settings.idle_timeout_s + len(content) / _SLOWEST
+        with anyio.CancelScope(deadline=min(silent_at, slow_at)) as share.waiting:
             message = await receive()
         if share.waiting.cancelled_caught and not share.given_up:
+            if slow_at < silent_at:
+                raise ProxyError(f"the request's body came at less than {_SLOWEST} bytes/s", 408)
             raise ProxyError(f"the request's body did not come in {settings.idle_timeout_s:g} s", 408)
         if share.given_up:
             raise ProxyError(
@@ -59,6 +66,7 @@ async def read_body(receive: Receive, settings: ProxySettings, share: BodyShare,
             )
         if message["type"] == "http.disconnect":
             raise ClientGone("while it sent its request")
+        heard = anyio.current_time()
         piece = message.get("body", b"")
         share.add(len(piece))
         content += piece
