@@ -1,10 +1,16 @@
 """What each engine is told in each order, and what the client gets."""
 
+import json
+
 import anyio
+import anyio.lowlevel
 import httpx
 import pytest
 
-from layerflow.proxy import legs
+from layerflow.errors import ProxyError
+from layerflow.proxy import instances, legs, orders
+from layerflow.proxy.answers import ClientResponse
+from layerflow.proxy.request import read_request
 from layerflow_testing.stub_engine import SIX_KEYS, Behaviour, StubEngine
 
 from .scene import CHAT, COMPLETIONS, ORDERS, at, events_of, numbered, proxied, said
@@ -164,6 +170,42 @@ async def test_a_list_of_prompts_has_a_hand_off_each(engines, order, stream, pro
 
 
 @pytest.mark.parametrize("order", ORDERS)
+async def test_what_prompts_of_a_list_share_is_read_once(engines, monkeypatch, order):
+    built = []
+    canonical = instances._canonical
+    monkeypatch.setattr(instances, "_canonical", lambda raw: built.append(raw) or canonical(raw))
+    async with proxied(*engines, order=order) as scene:
+        answer = await scene.complete(prompt=["a"] * 70, cache_salt="s", tools=[{"x": 1}], max_tokens=1)
+    assert answer.status_code == 200 and len(answer.json()["choices"]) == 70
+    assert built == [b'"stub"', b'"s"', b'[{"x":1}]']
+
+
+async def test_prompts_of_a_list_begin_in_turns_of_the_loop_of_their_own():
+    turn, begun, all_begun = 0, [], anyio.Event()
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await anyio.lowlevel.checkpoint()
+
+    async def serve(_, sink) -> None:
+        begun.append(turn)
+        if len(begun) == 64:
+            all_begun.set()
+        await all_begun.wait()
+        raise ProxyError("enough", 503)
+
+    request = read_request(COMPLETIONS, [], json.dumps({"prompt": ["a"] * 64}).encode(), "id", 64)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(count_turns)
+        with pytest.raises(ProxyError, match="enough"):
+            await orders.serve_list(request, ClientResponse(print, "id", 1), serve)
+        tasks.cancel_scope.cancel()
+    assert len(set(begun)) == 64
+
+
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("more", [{"echo": True}, {"prompt_logprobs": 0}, {"use_beam_search": True}, {"max_tokens": 0}])
 async def test_what_needs_the_prompts_logits_skips_the_prefill(engines, order, more):
     prefiller, decoder = engines
@@ -198,8 +240,6 @@ async def test_the_clients_request_id_is_kept_and_two_alike_do_not_meet(engines,
         async def ask(client):
             body = {"prompt": "hi", "max_tokens": 2}
             answers.append(await client.post(url, json=body, headers={"x-request-id": "mine"}))
-
-        import anyio
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ask, scene.client)

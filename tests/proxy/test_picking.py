@@ -16,6 +16,7 @@ from layerflow.proxy.instances import (
     Registry,
     digests,
     prompt_bytes,
+    prompt_head,
 )
 from layerflow.proxy.request import CHAT, COMPLETIONS, Body, only_prompt, read_request
 
@@ -192,9 +193,8 @@ def test_wanted_tried_and_down():
 def beginning(**body) -> bytes:
     raw = json.dumps(body).encode()
     request = read_request(CHAT if "messages" in body else COMPLETIONS, [], raw, "id", 8)
-    return prompt_bytes(
-        request.body, request.prompts[0] if request.prompts else only_prompt(request.body.raw("prompt"))
-    )
+    prompt = request.prompts[0] if request.prompts else only_prompt(request.body.raw("prompt"))
+    return prompt_bytes(request.body, prompt, prompt_head(request.body))
 
 
 def test_the_same_beginning_gives_the_same_digests():
@@ -218,7 +218,7 @@ def test_tokens_are_the_same_however_their_list_is_written():
         Body({"model": b'"m"', "prompt": json.dumps(ids, separators=separators, indent=indent).encode()})
         for separators, indent in ((None, 2), ((",", ":"), None))
     )
-    assert prompt_bytes(spread, spread.raw("prompt")) == prompt_bytes(dense, dense.raw("prompt"))
+    assert prompt_bytes(spread, spread.raw("prompt"), b"") == prompt_bytes(dense, dense.raw("prompt"), b"")
 
 
 @pytest.mark.parametrize("unit", ["a", "\u00e9", "\U0001f600", '"', "\\"])

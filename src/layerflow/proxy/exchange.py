@@ -11,7 +11,7 @@ import structlog
 from layerflow.errors import ProxyError, UpstreamError
 from layerflow.proxy.answers import ResponseSink
 from layerflow.proxy.context import ProxyContext, RequestRoute, TokenEstimate
-from layerflow.proxy.instances import Instance, InstanceRole, digests, prompt_bytes
+from layerflow.proxy.instances import Instance, InstanceRole, digests, prompt_bytes, prompt_head
 from layerflow.proxy.legs import DecodeCall, Prefilled, PrefillUsage, decode, engine_headers, prefill, prefill_body
 from layerflow.proxy.request import CHAT, ClientRequest, only_prompt
 
@@ -24,14 +24,18 @@ class Exchange:
     """A request, or one prompt of its list.
 
     :param sink: where the answer goes.
+    :param head: of the request, where it is known: its JSON is built once for all prompts of a list.
     """
 
-    def __init__(self, context: ProxyContext, request: ClientRequest, sink: ResponseSink) -> None:
+    def __init__(
+        self, context: ProxyContext, request: ClientRequest, sink: ResponseSink, head: bytes | None = None
+    ) -> None:
         self.context, self.request, self.sink = context, request, sink
+        self._head = prompt_head(request.body) if head is None else head
         self.usage = PrefillUsage()
         self.route = RequestRoute.APART.value
         prompt = request.prompts[0] if request.prompts else only_prompt(request.body.raw("prompt"))
-        self.beginnings = digests(prompt_bytes(request.body, prompt))  # of a list's first prompt
+        self.beginnings = digests(prompt_bytes(request.body, prompt, self._head))  # of a list's first prompt
         self._sizes = _sizes(request, prompt)
         self.tokens = self._sizes.tokens(context.estimate)
         self._began = context.clock()
@@ -46,7 +50,7 @@ class Exchange:
         :param counted: its cached tokens belong in the usage, which counts a prompt once.
         """
         request = self.request if prompt is None else self.request.with_prompt(prompt, self.request.request_id)
-        child = Exchange(self.context, request, self.sink)
+        child = Exchange(self.context, request, self.sink, self._head)
         if counted:
             child.usage = self.usage
         return child

@@ -312,15 +312,20 @@ MAX_HOLDERS = 4
 """Engines that are remembered for one beginning: more of them would not make a pick better."""
 
 
-def prompt_bytes(body: Body, prompt: bytes) -> bytes:
+def prompt_head(body: Body) -> bytes:
+    """What :func:`prompt_bytes` begins with: the same for every prompt of a request's list."""
+    return b"".join(_canonical(body.raw(name)) for name in ("model", "cache_salt", "tools"))
+
+
+def prompt_bytes(body: Body, prompt: bytes, head: bytes) -> bytes:
     """What decides a prompt's KV, as bytes: the same beginning of a prompt gives the same beginning of bytes.
 
     At most what :func:`digests` looks at, whatever the prompt's length.
 
     :param body: a completion, or a chat completion.
     :param prompt: the JSON of its prompt, or of the first one of its list.
+    :param head: of the request; see :func:`prompt_head`.
     """
-    head = b"".join(_canonical(body.raw(name)) for name in ("model", "cache_salt", "tools"))
     if "messages" in body:
         return head + _canonical(body.raw("messages"))
     start = prompt[:_MOST_BYTES]

@@ -16,7 +16,7 @@ from layerflow.proxy.answers import DONE, ClientGone, ClientResponse, Event, Res
 from layerflow.proxy.context import ProxyContext, RequestRoute
 from layerflow.proxy.exchange import Exchange
 from layerflow.proxy.hosts import check_hosts
-from layerflow.proxy.instances import Instance, InstanceRole
+from layerflow.proxy.instances import Instance, InstanceRole, prompt_head
 from layerflow.proxy.legs import Prefilled
 from layerflow.proxy.metaserver import DecodeRequest, PrefillJob
 from layerflow.proxy.request import NOT_JSON, ClientRequest, Headers, decoder_alone
@@ -260,6 +260,8 @@ async def serve_list(request: ClientRequest, response: ClientResponse, serve: Se
     async with anyio.create_task_group() as tasks:
         for _ in range(min(_AT_ONCE, len(request.prompts))):
             tasks.start_soon(serve_in_turn)
+            # Each prompt is prepared in a turn of the loop of its own: other requests have theirs between.
+            await anyio.lowlevel.checkpoint()
     if ended is not None:
         raise ended
     await merged.finish()
@@ -384,9 +386,10 @@ async def serve(context: ProxyContext, request: ClientRequest, response: ClientR
 
     :raises ProxyError: it cannot be answered.
     """
+    head = prompt_head(request.body)
 
     async def serve_prompt(part: ClientRequest, sink: ResponseSink) -> None:
-        await _serve_prompt(context, part, sink)
+        await _serve_prompt(context, part, sink, head)
 
     apart = request.prompts and context.settings.order != "decode-first" and decoder_alone(request.body) is None
     if apart:
@@ -395,8 +398,8 @@ async def serve(context: ProxyContext, request: ClientRequest, response: ClientR
         await serve_prompt(request, response)
 
 
-async def _serve_prompt(context: ProxyContext, request: ClientRequest, sink: ResponseSink) -> None:
-    exchange = Exchange(context, request, sink)
+async def _serve_prompt(context: ProxyContext, request: ClientRequest, sink: ResponseSink, head: bytes) -> None:
+    exchange = Exchange(context, request, sink, head)
     reason = decoder_alone(request.body)
     if reason is None and context.short_prompts.choose(exchange.tokens) is RequestRoute.ALONE:
         reason = "short"
