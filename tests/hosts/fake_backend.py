@@ -55,6 +55,10 @@ class FakeBackend(Backend):
         self._calls = 0
         self._largest = {"fetch": 0, "write": 0}
         self._lock = threading.Lock()
+        self._found: Callable[[Sequence[IndexEntry]], None] = lambda _: None
+
+    def report_found(self, found: Callable[[Sequence[IndexEntry]], None]) -> None:
+        self._found = found
 
     def attach(self, arena: SharedMemory, gone: Callable[[Sequence[bytes]], None]) -> BackendInfo:
         self._enter("attach")
@@ -124,6 +128,7 @@ class FakeBackend(Backend):
             whole = self._writing.pop(place.key)
             whole[:HEADER_BYTES] = stored_header(self._view, place.offset)
             self._objects[place.key] = bytes(whole)
+            self._found([IndexEntry(place.key, place.blocks, place.tokens, place.parent, place.block_digests)])
         return [OK] * len(places)
 
     def revoke(self, places: Sequence[ObjectLocation]) -> None:

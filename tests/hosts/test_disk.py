@@ -13,6 +13,7 @@ from e2e.known import open_fds
 from hosts.disk_bench import DiskBench, files, torn
 from layerflow.hosts.backend import IndexEntry, Unusable
 from layerflow.hosts.disk.backend import Disk
+from layerflow.hosts.disk.folder import Folder, StoredFile
 from layerflow_testing import (
     ARENA,
     BROKEN,
@@ -117,6 +118,28 @@ def test_what_leaves_is_told_and_its_file_is_gone(bench):
     on_disk = sum(os.stat(name).st_blocks * 512 for name in files(bench.path))
     assert on_disk <= figures["used_bytes"] <= bench.capacity
     assert figures["evicted_objects"] == len(bench.gone)
+
+
+def test_what_is_removed_while_a_call_publishes_others_is_told_in_that_order(bench, monkeypatch):
+    """Another thread purges after the first file of a commit."""
+    things = [bench.thing(name) for name in range(3)]
+    backend, folder = bench.first.backend, Folder.publish
+    told: list[tuple[str, bytes]] = []
+    backend._index.tell(
+        lambda keys: told.extend(("gone", key) for key in keys),
+        lambda entries: told.extend(("found", entry.key) for entry in entries),
+    )
+
+    def purged(self: Folder, stored: StoredFile) -> None:
+        if stored.key == things[1].key:
+            assert backend.clear([], soon()) == 1
+        folder(self, stored)
+
+    monkeypatch.setattr(Folder, "publish", purged)
+    assert save(bench, bench.first, things) == [OK] * 3
+    first, *others = [thing.key for thing in things]
+    assert told == [("found", first), ("gone", first), *(("found", key) for key in others)]
+    assert backend.lookup([thing.key for thing in things], soon()) == [False, True, True]
 
 
 def test_nothing_goes_while_it_is_read(bench):

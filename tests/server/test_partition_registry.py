@@ -8,7 +8,6 @@ import pytest
 
 from layerflow.hosts.backend import ObjectStatus
 from layerflow.objects import HEADER_BYTES
-from layerflow.pool.base import NewObject
 from layerflow.pool.covering import CoveringPool
 from layerflow.server.tier.partitions import FAILED_S, MOST_RECORDED, PAYLOAD_BYTES, PartitionRegistry, note_key
 from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
@@ -49,10 +48,9 @@ class Node:
         self.later: list[float] = []
         self.asked: list[tuple[Sequence[bytes], Callable[[frozenset[bytes]], None]]] = []
         self.told: list[ToHost] = []
-        self.wrote: list[NewObject] = []
         self.places: dict[int, list[tuple[bytes, int]]] = {}
         self.registry = PartitionRegistry(
-            self.pool, self.send, lambda *asked: self.asked.append(asked), self.wrote.append, lambda: self.up
+            self.pool, self.send, lambda *asked: self.asked.append(asked), lambda: self.up
         )
         self.registry._again = self.later.append  # type: ignore[method-assign]
 

@@ -14,6 +14,7 @@ from msgspec import structs
 from layerflow.config.settings import PoolSettings
 from layerflow.expiring import ExpiringSet
 from layerflow.hosts.backend import IndexEntry, ObjectStatus
+from layerflow.pool.base import NewObject
 from layerflow.server.incoming import IncomingObjects
 from layerflow.server.tier import tier as tier_module
 from layerflow.server.tier.tier import CLEARED_PER_SLICE, FREED_PER_SLICE, HIDE_S, Tier
@@ -60,6 +61,29 @@ async def test_an_index_is_offered_when_all_of_it_is_told(tier: Tier) -> None:
     assert not tier.up and tier.holds(KEYS) == [False] * 4
     tier.host_said(told(KEYS[1]))
     assert tier.up and tier.holds(KEYS) == [True, True, False, False]
+
+
+async def test_what_has_left_before_its_write_is_told_to_have_ended_is_not_listed(tier: Tier) -> None:
+    """One call publishes many objects, and a purge removes the first of them meanwhile."""
+    tier.host_said(Up({}, True, 7))
+    tier.host_said(told(KEYS[0]))
+    tier.host_said(told(*KEYS[1:3]))
+    tier.host_said(Evicted(KEYS[1]))
+    for key in KEYS[1:3]:
+        tier._written(NewObject(key, 4096, 1, 16))
+    assert tier.holds(KEYS) == [True, False, True, False]
+    assert tier.statistics().indexed_objects == 2
+
+
+async def test_whoever_hears_of_the_index_hears_that_what_could_not_be_read_is_written_anew(tier: Tier) -> None:
+    listed: dict[bytes, bool] = {}
+    tier._changed = lambda key: listed.update({key: tier.lists(key)})
+    tier.host_said(Up({}, True, 7))
+    tier.host_said(told(KEYS[0]))
+    tier._read_failed(KEYS[0], ObjectStatus.BROKEN, "a flipped bit")
+    tier.host_said(told(KEYS[0]))
+    tier._written(NewObject(KEYS[0], 4096, 1, 16))
+    assert listed == {KEYS[0]: True}
 
 
 async def test_after_an_outage_the_same_index_is_offered_at_once(tier: Tier) -> None:

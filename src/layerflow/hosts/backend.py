@@ -121,8 +121,8 @@ class BackendInfo:
     """What a backend says of itself once it is connected.
 
     :param details: for people: version, address, sizes; JSON-ready, shown by ``layerflow status``.
-    :param index: the objects it holds, where nobody else can add to it; None = others share it, ask. What it finds
-        later, and what leaves it, it tells, also while it cannot be reached; see :meth:`Backend.report_found`.
+    :param index: the objects it holds, where nobody else can add to it; None = others share it, ask. What it publishes
+        or finds later, and what leaves it, it tells, also while it cannot be reached; see :meth:`Backend.report_found`.
     """
 
     details: dict[str, str | int | float | bool]
@@ -136,8 +136,12 @@ class Backend(abc.ABC):
     """
 
     def report_found(self, found: Callable[[Sequence[IndexEntry]], None]) -> None:  # noqa: B027 - most have no index
-        """Once, before :meth:`attach`. A backend that has an index and takes long to read it tells `found` of objects
-        as it learns of them, before it tells that any of these is gone; any thread. Others ignore it.
+        """Once, before :meth:`attach`. A backend that has an index tells `found` of each object that it publishes,
+        before `commit` returns, and of others as it learns of them where its index takes long to read; of each before
+        it tells that it is gone; any thread. Others ignore it.
+
+        It knows the order in which an object was published and left: while one call publishes many, another thread may
+        remove the first of them.
         """
 
     @abc.abstractmethod

@@ -201,8 +201,8 @@ class Up(msgspec.Struct, tag="up", frozen=True):
     """Attached, or reachable again. Said first of all, and after each Down.
 
     :param indexed: the backend has an index of its own and is not shared: the first time `Indexed` messages follow
-        until one says `last`. From then on Evicted, Written and, where the index is read slowly, more of Indexed keep
-        the server's copy exact, whether the backend can be reached or not.
+        until one says `last`. From then on Evicted and more of Indexed, of what is published and of what is read of a
+        slow index, keep the server's copy exact, whether the backend can be reached or not.
     :param generation: of that index. A server that has all of it needs nothing more.
     """
 

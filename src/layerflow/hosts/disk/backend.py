@@ -214,12 +214,15 @@ class DiskWrites:
 
     def commit(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
         results = []
-        for place in places:
-            if time.monotonic() >= until:  # a failed commit is the last call for its object
-                self.revoke([place])
-                results.append(_LATE)
-            else:
-                results.append(self._commit_one(place))
+        try:
+            for place in places:
+                if time.monotonic() >= until:  # a failed commit is the last call for its object
+                    self.revoke([place])
+                    results.append(_LATE)
+                else:
+                    results.append(self._commit_one(place))
+        finally:
+            self._index.tell_published()
         return results
 
     def revoke(self, places: Sequence[ObjectLocation]) -> None:

@@ -55,9 +55,13 @@ class DiskIndex:
         self._reading: FolderReading | None = None  #: that goes on
         self._last_reading: FolderReading | None = None  #: that began last; its files are described when it is over
         self._evictions = self._evicted_bytes = 0
+        self._published: list[IndexEntry] = []  # and not told yet
 
     def tell(self, gone: Callable[[Sequence[bytes]], None], found: Callable[[Sequence[IndexEntry]], None]) -> None:
-        """Set whom to tell, under the lock, of keys that left and of objects that a reading found."""
+        """Set whom to tell, under the lock, of keys that left and of objects that are there.
+
+        What is published and leaves is told in that order.
+        """
         self._gone, self._found = gone, found
 
     # The folder is read, while objects are written to it and removed from it ----------------------
@@ -70,7 +74,7 @@ class DiskIndex:
             self._used = self._pinned = 0
             self._reading = self._last_reading = FolderReading()
             if lost:
-                self._gone(lost)
+                self._tell_gone(lost)
             return self._reading
 
     def count(self, reading: FolderReading, nbytes: int) -> bool:
@@ -169,7 +173,7 @@ class DiskIndex:
             if stored is None or (only is not None and stored is not only):
                 return None
             self._take_out(stored)
-            self._gone([key])
+            self._tell_gone([key])
             return stored
 
     def doubt(self, stored: StoredFile) -> None:
@@ -212,7 +216,7 @@ class DiskIndex:
             self._end_reservation(stored)
 
     def publish(self, stored: StoredFile) -> StoredFile | None:
-        """Make a file visible that is in place.
+        """Make a file visible that is in place; :meth:`tell_published` tells of it.
 
         :returns: what had its key until now: a doubtful object, or one that was found while this one was written.
         """
@@ -222,9 +226,17 @@ class DiskIndex:
             if replaced is not None:
                 self._take_out(replaced)
             self._admit(stored)
+            self._published.append(entry_of(stored))
             if self._reading is not None:
                 self._reading.written.append(stored)
             return replaced
+
+    def tell_published(self) -> None:
+        """Tell of what was published since this was last called, unless that was told already."""
+        with self.lock:
+            published, self._published = self._published, []
+            if published:
+                self._found(published)
 
     # Looking -------------------------------------------------------------------------------------
 
@@ -260,8 +272,13 @@ class DiskIndex:
             self._evicted_bytes += stored.room
             victims.append(stored)
         if victims:
-            self._gone([stored.key for stored in victims])
+            self._tell_gone([stored.key for stored in victims])
         return victims
+
+    def _tell_gone(self, keys: Sequence[bytes]) -> None:
+        """Behind what was published before these left: it may be they."""
+        self.tell_published()
+        self._gone(keys)
 
     def _end_reservation(self, stored: StoredFile) -> None:
         self._reserved_bytes -= self._reserved.pop(stored.key, 0)

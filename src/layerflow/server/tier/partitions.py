@@ -86,7 +86,6 @@ class PartitionRegistry:
 
     :param send: to the host; False = there is none.
     :param present: calls back, once, with those of the keys that the backend has.
-    :param wrote: told of an object that is in the backend now.
     :param up: can the backend be used?
     """
 
@@ -95,10 +94,9 @@ class PartitionRegistry:
         pool: PoolRoom,
         send: Callable[[ToHost], bool],
         present: Callable[[Sequence[bytes], Callable[[frozenset[bytes]], None]], None],
-        wrote: Callable[[NewObject], None],
         up: Callable[[], bool],
     ) -> None:
-        self._pool, self._send, self._present, self._wrote, self._up = pool, send, present, wrote, up
+        self._pool, self._send, self._present, self._up = pool, send, present, up
         self._models: dict[bytes, _Model] = {}
         self._jobs: dict[int, _Job] = {}
         self._next = FIRST_JOB
@@ -155,7 +153,6 @@ class PartitionRegistry:
         elif failed or message.call == 2:
             if not failed:
                 job.model.recorded[job.numbers[0]] = job.writes
-                self._wrote(job.placed[0][0])
                 log.info("partition_noted", fingerprint=job.model.fingerprint.hex(), number=job.numbers[0])
             self._send(EndWrite(message.id))
             self._end(message.id)

@@ -236,7 +236,7 @@ class Tier:
         self._questions = Questions(self._host.send)
         self._incoming = incoming
         self._fetches = IncomingFetches(incoming, self._host.send, self._read_failed)
-        self.partitions = PartitionRegistry(pool, self._host.send, self._which, self._noted, lambda: self.up)
+        self.partitions = PartitionRegistry(pool, self._host.send, self._which, lambda: self.up)
         self._emit = emit
         self._writes = Writes(pool, self._host.send, emit, self._written, self._write_failed)
 
@@ -549,15 +549,11 @@ class Tier:
         self._hide(key)
         self._log.warning("fetch_failed", backend=self.name, key=describe_key(key), outcome=name, reason=reason)
 
-    def _noted(self, new: NewObject) -> None:
-        if self.indexed:
-            self._index.add([IndexEntry(new.key, new.blocks, new.tokens, new.parent)])
-
     def _written(self, new: NewObject) -> None:
-        self._hidden.discard(new.key)
-        if self.indexed:
-            self._index.add([IndexEntry(new.key, new.blocks, new.tokens, new.parent, new.block_digests)])
-        elif new.block_digests:
+        """An index has been told of it by now, in the order in which objects come and go; it may have left again."""
+        if self._hidden.discard(new.key):
+            self._changed(new.key)
+        if not self.indexed and new.block_digests:
             self._recent.add(new.key, new.tokens, block_digests=new.block_digests)
 
     def _write_failed(self, key: bytes, outcome: int, reason: str) -> None:
