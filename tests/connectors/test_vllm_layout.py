@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -38,20 +38,31 @@ class Engine:
     """
 
     def __init__(
-        self, *groups: Mapping[str, Any], layers: Mapping[str, Any] | None = None, device: str = "cuda", **facts: Any
+        self,
+        *groups: Mapping[str, Any],
+        layers: Mapping[str, Any] | None = None,
+        device: str = "cuda",
+        speculative_config: Any = None,
+        layout_name: str = "",
     ) -> None:
         self.tensors = {name: registered for group in groups for name, registered in group.items()}
         self.cache = SimpleNamespace(
             num_blocks=BLOCKS,
+            kv_cache_layout=layout_name,
             kv_cache_groups=[SimpleNamespace(kv_cache_spec=SPEC, layer_names=list(group)) for group in groups],
         )
         self.config = SimpleNamespace(
-            model_config=SimpleNamespace(served_model_name="m", model="m", get_total_num_kv_heads=lambda: 2),
+            model_config=SimpleNamespace(
+                served_model_name="m",
+                model="m",
+                get_total_num_kv_heads=lambda: 2,
+                get_total_num_hidden_layers=lambda: 8,
+            ),
             load_config=None,
             parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1, pipeline_parallel_size=1),
             compilation_config=SimpleNamespace(static_forward_context=dict(layers or {})),
             device_config=SimpleNamespace(device_type=device),
-            **{"speculative_config": None, **facts},
+            speculative_config=speculative_config,
         )
 
     def layout(self) -> Layout:
@@ -109,3 +120,34 @@ class TestLayersOfOneBlockTable:
         engine = Engine({"l.0": cache()})
         engine.tensors["l.1"] = engine.tensors["l.0"]
         assert engine.layout().numbers == {"l.0": 0}
+
+
+def tokens_first() -> torch.Tensor:
+    return torch.zeros((BLOCKS, TOKENS, 2, 8), dtype=torch.bfloat16)
+
+
+class TestOrderOfHeadsAndTokens:
+    """vLLM-Ascend packs blocks in either under one name of the layout, keys and values apart."""
+
+    def layout(self, method: str | None, **made: Callable[[], torch.Tensor]) -> Layout:
+        """:param made: makes the tensors of each layer."""
+        guesses = SimpleNamespace(method=method, draft_model_config=None) if method else None
+        tensors = {f"l.{name[1:]}": (make(), make()) for name, make in made.items()}
+        return Engine(tensors, speculative_config=guesses, layout_name="LBHNC", device="npu").layout()
+
+    @pytest.mark.parametrize("method", [None, "medusa"], ids=["that heads tell", "of a model whose guesses are unseen"])
+    @pytest.mark.parametrize("kernel_blocks", [1, 2])
+    def test_is_in_the_keys(self, method: str | None, kernel_blocks: int) -> None:
+        """Of a kernel's block, where one of vLLM's is several."""
+        count, tokens = BLOCKS * kernel_blocks, TOKENS // kernel_blocks
+        heads_first, again, others = (
+            self.layout(method, l0=lambda shape=shape: torch.zeros(shape, dtype=torch.bfloat16)).spec.fingerprint
+            for shape in ((count, 2, tokens, 8), (count, 2, tokens, 8), (count, tokens, 2, 8))
+        )
+        assert heads_first == again != others
+
+    def test_of_a_draft_models_layers_is_in_their_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(layouts, "draft_facts", lambda *_: "")
+        heads_first, others = (self.layout("eagle", l0=cache, l8=draft).spec for draft in (cache, tokens_first))
+        assert heads_first.fingerprint == others.fingerprint
+        assert heads_first.shard.drafts != others.shard.drafts

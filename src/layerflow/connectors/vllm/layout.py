@@ -145,6 +145,23 @@ def _interior(layer_spec: Any, part: int, tensor: torch.Tensor, num_blocks: int)
     return PlaneInterior(name, heads, "".join("BHNC"[axis] for axis in order) or "C")
 
 
+def _head_order(vllm_config: Any, layers: Mapping[str, tuple[Any, Sequence[torch.Tensor]]]) -> str:
+    """How the blocks of a group on NPUs are packed where heads are seen outside of tokens; else "".
+
+    The name of vLLM's layout does not tell it there: vLLM-Ascend packs blocks by an environment variable.
+
+    :param layers: as of :func:`group_axis`.
+    """
+    if vllm_config.device_config.device_type != "npu":
+        return ""
+    seen = {  # of a kernel's block, where one of vLLM's is several
+        _interior(layer_spec, part, tensor, tensor.shape[0]).packing
+        for layer_spec, tensors in layers.values()
+        for part, tensor in enumerate(tensors)
+    }
+    return ":" + "+".join(sorted(seen)) if any(order.startswith("H") for order in seen) else ""
+
+
 def _model_heads(model: Any, name: str) -> int:
     """KV heads of the model in one layer, over all ranks."""
     facts: Any = getattr(model, "model_arch_config", None)
@@ -285,6 +302,7 @@ def layout_of(vllm_config: Any, cache: Any, kv_caches: Mapping[str, Any], option
     axes: list[HeadAxis] = []
     vllm_groups: list[int] = []
     draft_names: list[str] = []
+    orders: list[str] = []
     named = _common_groups(stages, [place[:2] for place in places])
     # All stages number their groups in one order, whichever of its layers each meets first; a draft model's are last.
     for (index, layer_spec, widths, draft, window), names in sorted(
@@ -297,22 +315,24 @@ def layout_of(vllm_config: Any, cache: Any, kv_caches: Mapping[str, Any], option
         size, ratio = context.block_tokens(layer_spec), _ratio(layer_spec) * parts
         groups.append(GroupSpec(kind, size, layers, own, window, ratio=ratio))
         vllm_groups.append(index)
-        own_planes = {name: planes[name] for name in names}
-        draft_names.append(draft_name(drafted, _packing(vllm_config, cache, own_planes), groups[-1]) if draft else "")
+        registered = {name: (layer_spec, _parts(kv_caches[name])) for name in names}
+        order = _head_order(vllm_config, registered)
+        packing = _packing(vllm_config, cache, {name: planes[name] for name in names}) + order
+        draft_names.append(draft_name(drafted, packing, groups[-1]) if draft else "")
         if draft or guesses_unseen(vllm_config, drafts):
-            axes.append(HeadAxis(shard.tp_size, BOUND))
-            continue
-        axis = group_axis(
-            vllm_config, kind, {name: (layer_spec, _parts(kv_caches[name])) for name in names}, cache.num_blocks
-        )
+            axis = HeadAxis(shard.tp_size, BOUND)
+        else:
+            axis = group_axis(vllm_config, kind, registered, cache.num_blocks)
         axes.append(axis if axis.refusal else HeadAxis(axis.heads * parts))
+        orders.append(order if axis.refusal and not draft else "")  # of others the heads tell it
     spec = ModelSpec(
         name=str(vllm_config.model_config.served_model_name or vllm_config.model_config.model),
         content="",
         groups=tuple(groups),
         shard=_boxed(shard, axes, _layers(groups, named, stages), tuple(draft_names) if any(draft_names) else ()),
         attention=_packing(vllm_config, cache, {name: each for name, each in planes.items() if name not in drafts})
-        + context.packing,
+        + context.packing
+        + "".join(orders),
         quantization=_arithmetic(vllm_config, [name for name in planes if name not in drafts]),
         chunk_tokens=default_chunk_tokens(
             [group for group, draft in zip(groups, draft_names, strict=True) if not draft], options.chunk_tokens
