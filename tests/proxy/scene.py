@@ -10,6 +10,7 @@ import anyio
 import httpx
 
 from layerflow.config.proxy import ProxySettings
+from layerflow.proxy.context import BodyBudget, BodyShare
 from layerflow.proxy.serve import serve_proxy
 from layerflow_testing.ports import HeldPort
 from layerflow_testing.stub_engine import Seen, StubEngine
@@ -18,6 +19,7 @@ TOKEN = "an operator's"
 OPERATOR = {"authorization": f"Bearer {TOKEN}"}
 ORDERS = ("concurrent", "prefill-first", "decode-first")
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+ROOM = BodyShare(BodyBudget(1 << 30))
 _NOBODY = HeldPort()
 GONE = _NOBODY.url  # bound for as long as this module is there, and nobody listens
 

@@ -86,8 +86,8 @@ def test_an_error_in_a_stream_has_the_status_that_it_names(code, status, judged)
     ("body", "told"),
     [
         (b"", "an empty body"),
-        (b"<html>", "no JSON"),
-        (b"[]", "a list"),
+        (b"<html>", "malformed"),
+        (b"[]", "got `array`"),
         (b"{}", "without a choice"),
         (b'{"choices": []}', "without a choice"),
         (b'{"choices": [{"text": "a"}]}', "no finish_reason"),

@@ -16,6 +16,7 @@ from layerflow.proxy import exchange, routes, serve
 from layerflow.proxy.answers import make_event
 from layerflow.proxy.context import make_context
 from layerflow.proxy.metaserver import Metaserver
+from layerflow.proxy.request import Body
 from layerflow_testing.stub_engine import Behaviour, StubEngine
 
 from .scene import COMPLETIONS, ORDERS, at, ended, events_of, numbered, proxied, said, settled
@@ -73,7 +74,7 @@ async def test_a_client_that_has_its_whole_answer_has_not_left(monkeypatch, stre
     """A server tells of a complete response as of a client that leaves; its prefill may be running still."""
     gone, told = anyio.Event(), []
 
-    async def prefill(*_):
+    async def prefill(*_, **__):
         try:
             await anyio.sleep_forever()
         finally:
@@ -85,7 +86,8 @@ async def test_a_client_that_has_its_whole_answer_has_not_left(monkeypatch, stre
         if stream:
             await sink.events([make_event(b"x")], [])
         else:
-            await sink.whole({"choices": []}, [])
+            with sink.room.answer() as kept:
+                await sink.whole(Body({"choices": b"[]"}), [], kept)
 
     async def receive():
         if not told:

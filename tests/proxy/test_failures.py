@@ -20,7 +20,7 @@ from layerflow.proxy.metaserver import Metaserver
 from layerflow.proxy.request import read_request
 from layerflow_testing.stub_engine import Behaviour, StubEngine
 
-from .scene import GONE, ORDERS, at, ended, events_of, numbered, proxied, said
+from .scene import GONE, ORDERS, ROOM, at, ended, events_of, numbered, proxied, said
 
 BROKEN_BEFORE_A_TOKEN = {
     "500": (Behaviour(status=500), 500),
@@ -446,7 +446,7 @@ async def test_a_prompt_of_a_streamed_list_is_started_again_though_another_one_s
     """What the client has of one prompt says nothing of the others: its decoder would wait for a hand-off in vain."""
     streams, sent = anyio.Event(), []
 
-    async def prefill(instance, path, body, headers, settings):
+    async def prefill(instance, path, body, headers, **_):
         if fails == "prefill" and b'"bad"' in body:
             await streams.wait()
             raise UpstreamError("it is gone", 500)
@@ -473,7 +473,7 @@ async def test_a_prompt_of_a_streamed_list_is_started_again_though_another_one_s
     settings = ProxySettings(prefill="p:1", decode="d:1, e:1", short_prompt_tokens=0, on_prefill_failure="recompute")
     request = read_request("/v1/completions", [], b'{"stream": true, "prompt": ["good", "bad"]}', "id", 8)
     with anyio.fail_after(20):
-        await orders.serve(make_context(settings, Metaserver()), request, ClientResponse(send, "id", 60))
+        await orders.serve(make_context(settings, Metaserver()), request, ClientResponse(send, "id", 60, ROOM))
     assert said(b"".join(told).decode(), 0) == said(b"".join(told).decode(), 1) == "x"
     assert sent == [True, fails == "decode"]
 

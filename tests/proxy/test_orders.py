@@ -13,7 +13,7 @@ from layerflow.proxy.answers import ClientResponse
 from layerflow.proxy.request import read_request
 from layerflow_testing.stub_engine import SIX_KEYS, Behaviour, StubEngine
 
-from .scene import CHAT, COMPLETIONS, ORDERS, at, events_of, numbered, proxied, said
+from .scene import CHAT, COMPLETIONS, ORDERS, ROOM, at, events_of, numbered, proxied, said
 
 
 @pytest.fixture
@@ -200,7 +200,7 @@ async def test_prompts_of_a_list_begin_in_turns_of_the_loop_of_their_own():
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(count_turns)
         with pytest.raises(ProxyError, match="enough"):
-            await orders.serve_list(request, ClientResponse(print, "id", 1), serve)
+            await orders.serve_list(request, ClientResponse(print, "id", 1, ROOM), serve)
         tasks.cancel_scope.cancel()
     assert len(set(begun)) == 64
 

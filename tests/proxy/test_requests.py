@@ -9,18 +9,18 @@ import pytest
 
 from layerflow.config.proxy import InstanceAddress, ProxySettings
 from layerflow.errors import ProxyError, UpstreamError
-from layerflow.proxy import request
+from layerflow.proxy import orders, request
 from layerflow.proxy.answers import ClientResponse
-from layerflow.proxy.context import make_context
+from layerflow.proxy.context import BodyBudget, make_context
 from layerflow.proxy.exchange import Exchange
 from layerflow.proxy.instances import Instance, InstanceRole, sleep_on_time
 from layerflow.proxy.legs import passed_on, post
 from layerflow.proxy.metaserver import Metaserver
-from layerflow.proxy.request import CHAT, COMPLETIONS, MOST_NAMES, parse_body, prompts_in, read_request
+from layerflow.proxy.request import CHAT, COMPLETIONS, MOST_NAMES, Body, parse_body, prompts_in, read_request
 from layerflow_testing.stub_engine import Behaviour, StubEngine
 
 from .raw_engine import RawEngine, raw_answer
-from .scene import OPERATOR, ORDERS, ended, numbered, proxied, said
+from .scene import OPERATOR, ORDERS, ROOM, ended, numbered, proxied, said, settled
 
 
 def indices(answer: httpx.Response) -> list[int]:
@@ -188,7 +188,7 @@ def test_names_below_the_fields_are_not_counted():
 def test_many_fields_are_not_read_to_their_end(monkeypatch):
     """The rest of 64 MiB of them would be a second of the loop."""
     asked = []
-    monkeypatch.setattr(request, "_decode", asked.append)
+    monkeypatch.setattr(request, "decode_values", asked.append)
     with pytest.raises(ProxyError, match="fields"):
         parse_body(MANY)
     assert not asked and request._counted.names == MOST_NAMES + 1
@@ -219,6 +219,82 @@ async def test_the_json_of_a_large_prompt_is_never_built():
     request = read_request(COMPLETIONS, [], b'{"n": 1, "prompt": ' + ids + b"}", "id", 8)
     assert request.body.raw("prompt") == ids and request.body.changed({"n": 2}).raw("prompt") is not None
     assert request.body.changed({"n": 2}).encode() == b'{"n":2,"prompt":' + ids + b"}"
+
+
+ODD = b'{"tokens" : [1.50e0 ,\t-0.0, 1E+2],"top":[{"\\u0061":-1.000},{}], "far": 1e+040, "bytes":"\\u00e9"}'
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("prompt", ["a", ["a", "b", "c"]])
+async def test_what_a_choice_says_is_never_built(order, prompt):
+    """Log probabilities are 25 MB of an answer: they pass in their bytes, which nobody would write again."""
+    choice = b'{"text":"x", "logprobs": %b,"index" :%d, "finish_reason":"stop"}'
+    count = len(prompt) if order == "decode-first" else 1
+    choices = b",".join(choice % (ODD, index) for index in range(count))
+    raw = b'{"id":"x", "prompt_logprobs":%b, "choices": [%b],"usage":{"prompt_tokens":2}}' % (ODD, choices)
+    with StubEngine(Behaviour(cached=1)) as prefiller, StubEngine(Behaviour(raw=raw)) as decoder:
+        async with proxied(prefiller, decoder, order=order) as scene:
+            answer = await scene.complete(prompt=prompt)
+    assert answer.status_code == 200 and answer.content.count(ODD) == len(prompt) + 1
+    assert int(answer.headers["content-length"]) == len(answer.content)
+    assert [choice["index"] for choice in json.loads(answer.content)["choices"]] == list(range(len(prompt)))
+
+
+def _large(nbytes: int) -> bytes:
+    return b'{"choices":[{"index":0,"text":"%b","finish_reason":"stop"}]}' % (b"x" * nbytes)
+
+
+@pytest.mark.parametrize("order", ["concurrent", "prefill-first"])
+@pytest.mark.parametrize("room", ["8MiB", "80MiB"])
+async def test_the_answers_to_a_list_count_among_what_the_proxy_keeps(order, room):
+    with StubEngine() as prefiller, StubEngine(Behaviour(raw=_large(1 << 20))) as decoder:
+        async with proxied(prefiller, decoder, order=order, max_requests_bytes=room) as scene:
+            answer = await scene.complete(prompt=["a"] * 64)
+            if room == "8MiB":
+                assert answer.status_code == 503 and "no room for an answer" in answer.json()["error"]["message"]
+                assert "proxy.max_requests_bytes" in answer.json()["error"]["message"]
+            else:
+                assert indices(answer) == list(range(64)) and len(answer.content) > 64 << 20
+            health = await settled(scene)
+            assert await scene.metric("layerflow_proxy_request_bytes") == 0
+            assert {one["state"] for one in health["prefill"] + health["decode"]} == {"up"}, "not the engines' fault"
+
+
+async def test_the_answers_to_a_list_are_let_go_of_as_they_are_sent():
+    kept, written = [], []
+    with BodyBudget(1 << 30).share() as room:
+
+        async def serve(part, sink):
+            with sink.room.answer() as share:
+                share.add(1 << 20)
+                await sink.whole(Body({"choices": b'[{"text":"%b"}]' % (b"x" * (1 << 20))}), [], share)
+
+        async def send(message):
+            if body := message.get("body"):
+                kept.append(room.budget.nbytes)
+                written.append(body)
+
+        request = read_request(COMPLETIONS, [], b'{"prompt": ["a", "b", "c", "d"]}', "id", 8)
+        await orders.serve_list(request, ClientResponse(send, "id", 60, room), serve)
+    assert max(map(len, written)) <= 64 << 10, "so much may wait uncounted for a slow client"
+    assert sorted(set(kept), reverse=True) == [count << 20 for count in (4, 3, 2, 1, 0)][: len(set(kept))]
+    assert kept == sorted(kept, reverse=True) and kept[-1] <= 1 << 20 < kept[0]
+    assert [one["index"] for one in json.loads(b"".join(written))["choices"]] == [0, 1, 2, 3]
+
+
+async def test_an_answer_is_kept_for_a_client_that_takes_it_and_no_longer():
+    with StubEngine() as prefiller, StubEngine(Behaviour(raw=_large(32 << 20))) as decoder:
+        async with proxied(prefiller, decoder, idle_timeout_s=0.5) as scene:
+            host, port = scene.url.removeprefix("http://").split(":")
+            async with await anyio.connect_tcp(host, int(port)) as silent:
+                body = b'{"prompt": "a"}'
+                head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+                await silent.send(head.encode() + body)
+                while await scene.metric("layerflow_proxy_request_bytes") < 32 << 20:
+                    pass
+                while await scene.metric("layerflow_proxy_clients_gone_total") < 1:
+                    pass
+                assert await scene.metric("layerflow_proxy_request_bytes") == 0
 
 
 async def test_time_in_which_the_loop_was_late_is_not_an_engines():
@@ -276,9 +352,11 @@ def test_no_leg_has_the_id_of_another_prompts():
     ids = []
     for number in range(3):
         request = read_request(COMPLETIONS, [], b'{"prompt": "a"}', f"x-{number}", 8)
-        one = Exchange(made, request, ClientResponse(lambda _: None, "x", 1))
+        one = Exchange(made, request, ClientResponse(lambda _: None, "x", 1, ROOM))
         ids += [one.leg_id(InstanceRole.DECODE) for _ in range(3)]
-    whole = Exchange(made, read_request(COMPLETIONS, [], b'{"prompt": "a"}', "x", 8), ClientResponse(print, "x", 1))
+    whole = Exchange(
+        made, read_request(COMPLETIONS, [], b'{"prompt": "a"}', "x", 8), ClientResponse(print, "x", 1, ROOM)
+    )
     for _ in range(3):
         leg = whole.leg_id(InstanceRole.DECODE)
         ids += [leg, *(whole.leg_id(InstanceRole.PREFILL, f"{leg}-{prompt}") for prompt in range(3, 6))]

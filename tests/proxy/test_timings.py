@@ -12,7 +12,7 @@ from layerflow.proxy.metaserver import Metaserver
 from layerflow.proxy.request import CHAT, read_request
 from layerflow_testing.stub_engine import StubEngine
 
-from .scene import proxied
+from .scene import ROOM, proxied
 
 
 def ways(short: ShortPrompts, tokens: int, count: int) -> list[RequestRoute]:
@@ -61,7 +61,7 @@ def chat(*parts) -> Exchange:
     raw = json.dumps({"messages": [{"role": "user", "content": list(parts)}]}).encode()
     settings = ProxySettings(prefill="p:1", decode="d:1")
     request = read_request(CHAT, [], raw, "id", 8)
-    return Exchange(make_context(settings, Metaserver()), request, ClientResponse(lambda _: None, "id", 1))
+    return Exchange(make_context(settings, Metaserver()), request, ClientResponse(lambda _: None, "id", 1, ROOM))
 
 
 TEXT = {"type": "text", "text": "what is that? " * 100}

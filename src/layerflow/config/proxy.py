@@ -165,8 +165,9 @@ class ProxySettings(Section):
     )
     max_requests_bytes: Size = setting(
         1 << 30,
-        "The bodies of all open requests together, each counted once. Past it those that have been coming for longest "
-        "are given up, and then new ones are answered 503.",
+        "The bodies of all open requests, and of answers to them that are no streams, together, each counted once. "
+        "Past it those requests that have been coming for longest are given up, and then new ones, or those whose "
+        "answer has no room, are answered 503.",
         unit="bytes",
         ge=1 << 10,
         le=1 << 40,

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import anyio
+import anyio.lowlevel
 import msgspec
 
 from layerflow.errors import ProxyError, UpstreamError
-from layerflow.proxy.request import Headers
+from layerflow.proxy.context import BodyShare
+from layerflow.proxy.request import Body, Headers
 
 # Server-sent events out of a byte stream, whatever pieces the network cuts it into.
 #
@@ -91,6 +93,8 @@ def _data(raw: bytes) -> bytes | None:
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _RETRY_AFTER_S = b"1"
 _OK = 200
+_WRITE_BYTES = 64 << 10
+"""Of a whole answer, at once: so much of it may wait, uncounted, for a client that is slow to take it."""
 
 
 class ClientGone(Exception):
@@ -104,14 +108,21 @@ class ResponseSink(Protocol):
     def begun(self) -> bool:
         """Whether the client has got a byte of this answer: from then on it is not started again."""
 
+    @property
+    def room(self) -> BodyShare:
+        """What the request keeps of the proxy's memory."""
+
     async def events(self, events: Sequence[Event], headers: Headers) -> None:
         """The next events of a stream; the first call begins the response.
 
         :param headers: the engine's, for the response.
         """
 
-    async def whole(self, answer: dict[str, Any], headers: Headers) -> None:
-        """The answer to a request that did not ask for a stream."""
+    async def whole(self, answer: Body, headers: Headers, kept: BodyShare) -> None:
+        """The answer to a request that did not ask for a stream.
+
+        :param kept: what the answer keeps of the proxy's memory.
+        """
 
 
 class ClientResponse:
@@ -119,10 +130,12 @@ class ClientResponse:
 
     :param request_id: told in ``x-request-id``.
     :param patience_s: a client that takes no byte for so long counts as gone.
+    :param room: what the request keeps of the proxy's memory, until the response has ended.
     """
 
-    def __init__(self, send: Send, request_id: str, patience_s: float) -> None:
+    def __init__(self, send: Send, request_id: str, patience_s: float, room: BodyShare) -> None:
         self._send_message, self._request_id, self._patience_s = send, request_id, patience_s
+        self.room = room
         self.status = 0  #: 0 = not begun
         self.complete = False  #: its last byte was sent
         self._open = False
@@ -138,15 +151,26 @@ class ClientResponse:
             await self._begin(_OK, [(b"content-type", b"text/event-stream; charset=utf-8"), *headers])
         await self._send({"type": "http.response.body", "body": b"".join(e.raw for e in events), "more_body": True})
 
-    async def whole(self, answer: dict[str, Any], headers: Headers) -> None:
+    async def whole(self, answer: Body, headers: Headers, kept: BodyShare) -> None:
         """:raises ClientGone: it takes nothing."""
-        await self.json(_OK, msgspec.json.encode(answer), headers)
+        pieces = answer.pieces()
+        await self.json(_OK, sum(map(len, pieces)), pieces, headers)
 
-    async def json(self, status: int, body: bytes, headers: Headers = ()) -> None:
-        """A response of JSON, at once. :raises ClientGone: it takes nothing."""
-        length = str(len(body)).encode()
-        await self._begin(status, [(b"content-type", b"application/json"), (b"content-length", length), *headers])
-        await self._send({"type": "http.response.body", "body": body})
+    async def json(
+        self, status: int, length: int, pieces: Iterable[bytes | msgspec.Raw], headers: Headers = ()
+    ) -> None:
+        """A response of JSON. A piece is asked for when the client has taken those before it, nearly.
+
+        :param length: bytes of all pieces together.
+        :raises ClientGone: it takes nothing.
+        """
+        told = [(b"content-type", b"application/json"), (b"content-length", str(length).encode()), *headers]
+        await self._begin(status, told)
+        for written in _cut(pieces):
+            length -= len(written)
+            await self._send({"type": "http.response.body", "body": written, "more_body": length > 0})
+            if length > 0:
+                await anyio.lowlevel.checkpoint()  # a client that takes all at once keeps nobody waiting
         self.complete = True
 
     async def fail(self, error: ProxyError) -> None:
@@ -156,7 +180,8 @@ class ClientResponse:
         """
         body = error_body(error)
         if not self.begun:
-            await self.json(error.status, body, [(b"retry-after", _RETRY_AFTER_S)] if error.status == 503 else [])
+            headers = [(b"retry-after", _RETRY_AFTER_S)] if error.status == 503 else []
+            await self.json(error.status, len(body), [body], headers)
         elif self._open:
             await self.events([make_event(body)], [])
 
@@ -180,6 +205,21 @@ class ClientResponse:
         except (OSError, TimeoutError) as error:
             self._open = False
             raise ClientGone(str(error)) from error
+
+
+def _cut(pieces: Iterable[bytes | msgspec.Raw]) -> Iterator[bytes]:
+    """The same bytes, so many at once as are written."""
+    held = bytearray()
+    for piece in pieces:
+        view, place = memoryview(piece), 0
+        while len(held) + len(view) - place > _WRITE_BYTES:
+            end = place + _WRITE_BYTES - len(held)
+            held += view[place:end]
+            place = end
+            yield bytes(held)
+            held.clear()
+        held += view[place:]
+    yield bytes(held)
 
 
 def error_body(error: ProxyError) -> bytes:

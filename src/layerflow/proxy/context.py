@@ -142,7 +142,9 @@ class ProxyMetrics:
     def __init__(self, instances: Registry, bodies: BodyBudget) -> None:
         self._registry = registry = CollectorRegistry()
         Gauge(
-            "layerflow_proxy_request_bytes", "Bytes of the bodies of all open requests.", registry=registry
+            "layerflow_proxy_request_bytes",
+            "Bytes of the bodies of open requests, and of answers to them.",
+            registry=registry,
         ).set_function(lambda: bodies.nbytes)
         registry.register(_Instances(instances))
         self._addresses = _Addresses(instances)
@@ -201,16 +203,17 @@ class ProxyMetrics:
         return text + generate_latest(self._addresses) if addresses else text
 
 
-# What clients' bodies may keep of the proxy's memory, all together.
+# What clients' bodies, and the answers to them, may keep of the proxy's memory, all together.
 
 
 class BodyBudget:
-    """The bytes of all requests' bodies, each counted once; the event loop owns it.
+    """The bytes of all requests' bodies, and of answers that are no streams, each counted once; the event loop owns it.
 
     A body that is complete is served. Where there is no room, those that still come make it, the ones first that have
     been coming for longest: who sends as a decent client does has ended before.
 
-    :param most: bytes. One body alone may have more: it has a bound of its own.
+    :param most: bytes. One request with a single prompt may have more where it is alone: its body has a bound of its
+        own, and so has each answer to it.
     """
 
     def __init__(self, most: int) -> None:
@@ -220,23 +223,24 @@ class BodyBudget:
 
     @contextmanager
     def share(self) -> Iterator[BodyShare]:
-        """Around one body's stay."""
+        """Around the stay of one request's body, and of all answers to it."""
         share = BodyShare(self)
         self._coming[share] = None
         try:
             yield share
         finally:
-            self._end(share)
+            share.end()
 
     def add(self, share: BodyShare, nbytes: int) -> None:
         """See :meth:`BodyShare.add`."""
         self.nbytes += nbytes
         share.nbytes += nbytes
-        while self.nbytes > self._most and self.nbytes > share.nbytes:
+        while self.nbytes > self._most and self.nbytes > share.alone:
             oldest = next((one for one in self._coming if one is not share and one.nbytes), None)
             if oldest is None:
-                raise ProxyError("the proxy has no room for the request's body (proxy.max_requests_bytes)", 503)
-            self._end(oldest)
+                what = "the request's body" if share.whole is None else "an answer"
+                raise ProxyError(f"the proxy has no room for {what} (proxy.max_requests_bytes)", 503)
+            oldest.end()
             oldest.given_up = True
             if oldest.waiting is not None:
                 oldest.waiting.cancel()
@@ -245,7 +249,8 @@ class BodyBudget:
         """See :meth:`BodyShare.complete`."""
         self._coming.pop(share, None)
 
-    def _end(self, share: BodyShare) -> None:
+    def end(self, share: BodyShare) -> None:
+        """See :meth:`BodyShare.end`."""
         self._coming.pop(share, None)
         self.nbytes -= share.nbytes
         share.nbytes = 0
@@ -253,24 +258,58 @@ class BodyBudget:
 
 @dataclass(slots=True, eq=False)
 class BodyShare:
-    """What one body keeps of the budget.
+    """What one request keeps of the budget, or a part of it: a prompt of its list, an answer.
 
-    :param waiting: around the wait for its next piece.
+    :param whole: that it is a part of, and ends with; None = a request.
+    :param waiting: around the wait for its body's next piece.
     :param given_up: others have its room.
     """
 
     budget: BodyBudget
+    whole: BodyShare | None = None
     nbytes: int = 0
     waiting: anyio.CancelScope | None = None
     given_up: bool = False
+    parts: set[BodyShare] = field(default_factory=set, repr=False)
 
     def add(self, nbytes: int) -> None:
         """A piece has come. :raises ProxyError: 503, there is no room for it."""
         self.budget.add(self, nbytes)
 
     def complete(self) -> None:
-        """Its last piece has come."""
+        """The last piece of the request's body has come."""
         self.budget.complete(self)
+
+    def part(self) -> BodyShare:
+        """A new part of it, which keeps nothing yet."""
+        part = BodyShare(self.budget, self)
+        self.parts.add(part)
+        return part
+
+    @contextmanager
+    def answer(self) -> Iterator[BodyShare]:
+        """Around an answer's way from its engine. Its part stays when it has come, and is given back where it fails."""
+        part = self.part()
+        try:
+            yield part
+        except BaseException:
+            part.end()
+            raise
+
+    @property
+    def alone(self) -> int:
+        """Bytes that its prompt, or its request if that has no list, has by itself: the body, and all answers to it."""
+        prompt = self.whole or self
+        nbytes = prompt.nbytes + sum(part.nbytes for part in prompt.parts)
+        return nbytes + (prompt.whole.nbytes if prompt.whole else 0)
+
+    def end(self) -> None:
+        """It keeps nothing any more, and no part of it does."""
+        for part in list(self.parts):
+            part.end()
+        self.budget.end(self)
+        if self.whole is not None:
+            self.whole.parts.discard(self)
 
 
 class AbortReason(Enum):

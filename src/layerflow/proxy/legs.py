@@ -14,10 +14,11 @@ import httpx
 import msgspec
 
 from layerflow.config.proxy import ProxySettings
-from layerflow.errors import UpstreamError
+from layerflow.errors import ProxyError, UpstreamError
 from layerflow.proxy.answers import DONE, Event, EventParser, ResponseSink, make_event
+from layerflow.proxy.context import BodyShare
 from layerflow.proxy.instances import Instance
-from layerflow.proxy.request import NOT_JSON, Body, Headers
+from layerflow.proxy.request import NOT_JSON, Body, Headers, decode_values
 
 # RFC 9110 7.6.1, what is said for one connection only; and what the proxy decides itself.
 _ONE_CONNECTION = frozenset(
@@ -91,13 +92,22 @@ async def post(
         ) from error
 
 
-async def read_answer(engine: str, response: httpx.Response, most: int, idle_timeout_s: float) -> bytes:
+async def read_answer(
+    engine: str, response: httpx.Response, most: int, idle_timeout_s: float, kept: BodyShare
+) -> bytes:
     """A whole body.
 
     :param engine: what messages call the engine.
-    :raises UpstreamError: it has more than `most` bytes, or stops coming.
+    :param kept: what it keeps of the proxy's memory.
+    :raises UpstreamError: it has more than `most` bytes, stops coming, or there is no room for it.
     """
-    content = await _read(response, most, idle_timeout_s)
+    try:
+        content = await _read(response, most, idle_timeout_s, kept)
+    except ProxyError as full:
+        # The engine did its part, and at another one there would be no more room.
+        raise UpstreamError(
+            f"{full}; ask for less at once, or later", full.status, rejected=True, counts=False
+        ) from None
     if content is None:
         raise UpstreamError(f"{engine} sent a part of its answer, and then nothing for {idle_timeout_s:g} s", 504)
     if len(content) > most:
@@ -105,11 +115,18 @@ async def read_answer(engine: str, response: httpx.Response, most: int, idle_tim
     return bytes(content)
 
 
-async def _read(response: httpx.Response, most: int, idle_timeout_s: float) -> bytearray | None:
-    """The body, or its beginning if it has more than `most` bytes; None if it stops coming."""
+async def _read(
+    response: httpx.Response, most: int, idle_timeout_s: float, kept: BodyShare | None = None
+) -> bytearray | None:
+    """The body, or its beginning if it has more than `most` bytes; None if it stops coming.
+
+    :raises ProxyError: there is no room for it in what is `kept`.
+    """
     content = bytearray()
     with anyio.CancelScope(deadline=anyio.current_time() + idle_timeout_s) as scope:
         async for piece in response.aiter_raw():
+            if kept is not None:
+                kept.add(len(piece))
             content += piece
             if len(content) > most:
                 break
@@ -277,26 +294,44 @@ def of_a_handoff(engine: str, error: UpstreamError) -> UpstreamError:
     )
 
 
-def whole_answer(engine: str, body: bytes) -> dict[str, Any]:
-    """An answer that is not a stream.
+class _Finished(msgspec.Struct):
+    """What the proxy reads of a choice of a whole answer: 20 log probabilities a token are passed over, not built."""
+
+    index: int = 0
+    finish_reason: str | None = None
+
+
+_decode_finished = msgspec.json.Decoder(list[_Finished] | None).decode
+
+
+def whole_answer(engine: str, body: bytes) -> Body:
+    """An answer that is not a stream, its values where they stand in `body`.
 
     :raises UpstreamError: it is empty, no JSON object, an error, or has no choice that was finished.
     """
     try:
-        answer = msgspec.json.decode(body)
+        answer = Body(decode_values(body))
+        told = msgspec.json.decode(answer.view("error"))
+        if told:
+            raise reported(engine, body, told)
+        choices = _decode_finished(answer.view("choices"))
     except NOT_JSON as error:
-        what = f"no JSON ({error})" if body else "an empty body"
+        what = f"what is no answer of this API ({error})" if body else "an empty body"
         raise UpstreamError(f"{engine} answered 200 with {what}") from None
-    if not isinstance(answer, dict):
-        raise UpstreamError(f"{engine} answered 200 with a {type(answer).__name__}, not an object")
-    if answer.get("error"):
-        raise reported(engine, body, answer["error"])
-    choices = answer.get("choices")
-    if not isinstance(choices, list) or not choices:
+    if not choices:
         raise UpstreamError(f"{engine} answered 200 without a choice")
-    if not all(isinstance(choice, Mapping) and choice.get("finish_reason") for choice in choices):
+    if not all(choice.finish_reason for choice in choices):
         raise UpstreamError(f"{engine} answered 200 with a choice that has no finish_reason")
     return answer
+
+
+def object_in(answer: Body, name: str) -> dict[str, Any] | None:
+    """A value that is an object, built; None where it is none."""
+    try:
+        value = msgspec.json.decode(answer.view(name))
+    except NOT_JSON:
+        return None
+    return value if isinstance(value, dict) else None
 
 
 # Which tokens the prefill engine found cached, told in the decode engine's usage.
@@ -338,33 +373,36 @@ class PrefillUsage:
         return self._cached
 
 
-def cached_of(answer: dict[str, Any]) -> int | None:
-    """``usage.prompt_tokens_details.cached_tokens`` of an answer."""
-    usage = answer.get("usage")
-    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
+def cached_of(usage: dict[str, Any]) -> int | None:
+    """``prompt_tokens_details.cached_tokens`` of an answer's usage."""
+    details = usage.get("prompt_tokens_details")
     cached = details.get("cached_tokens") if isinstance(details, dict) else None
     return cached if isinstance(cached, int) else None
 
 
-def with_cached(answer: dict[str, Any], cached: int | None) -> dict[str, Any]:
-    """The answer with that number in its usage; unchanged where it has none or the number is not known."""
-    usage = answer.get("usage")
-    if cached is None or not isinstance(usage, dict):
-        return answer
+def _usage_with_cached(usage: dict[str, Any], cached: int) -> dict[str, Any]:
     details = usage.get("prompt_tokens_details")
     details = {**(details if isinstance(details, dict) else {}), "cached_tokens": cached}
-    return {**answer, "usage": {**usage, "prompt_tokens_details": details}}
+    return {**usage, "prompt_tokens_details": details}
+
+
+def answer_with_cached(answer: Body, cached: int | None) -> Body:
+    """The answer with that number in its usage; unchanged where it has none or the number is not known."""
+    usage = object_in(answer, "usage")
+    if cached is None or usage is None:
+        return answer
+    return answer.changed({"usage": _usage_with_cached(usage, cached)})
 
 
 def event_with_cached(event: Event, cached: int | None) -> Event:
-    """The same for an event."""
+    """The same for an event that has a usage."""
     if cached is None or event.data is None:
         return event
     try:
         answer = msgspec.json.decode(event.data)
     except NOT_JSON:
         return event  # what passes unread may hold what only its client can read
-    return make_event(msgspec.json.encode(with_cached(answer, cached)))
+    return make_event(msgspec.json.encode({**answer, "usage": _usage_with_cached(answer["usage"], cached)}))
 
 
 # The decode's leg: its answer goes to the client, a stream event by event, once it is one.
@@ -449,13 +487,15 @@ class _Leg:
 
 async def _whole(leg: _Leg) -> None:
     sink, usage, settings = leg.sink, leg.usage, leg.settings
-    async with leg.post() as response:
-        content = await read_answer(leg.engine, response, settings.max_request_bytes, settings.idle_timeout_s)
-        answer = whole_answer(leg.engine, content)
-        cached = await usage.cached_tokens()
+    with sink.room.answer() as kept:
+        async with leg.post() as response:
+            headers = passed_on(response.headers.raw)
+            content = await read_answer(leg.engine, response, settings.max_request_bytes, settings.idle_timeout_s, kept)
+            answer = whole_answer(leg.engine, content)
+            cached = await usage.cached_tokens()
         await anyio.lowlevel.checkpoint_if_cancelled()
         leg.began()
-        await sink.whole(with_cached(answer, cached), passed_on(response.headers.raw))
+        await sink.whole(answer_with_cached(answer, cached), headers, kept)
 
 
 async def _stream(leg: _Leg) -> None:
@@ -558,29 +598,27 @@ def prefill_body(body: Body, params: Mapping[str, Any]) -> bytes:
     return body.changed(asked, _DROPPED).encode()
 
 
-async def prefill(instance: Instance, path: str, body: bytes, headers: Headers, settings: ProxySettings) -> Prefilled:
+async def prefill(
+    instance: Instance, path: str, body: bytes, headers: Headers, *, room: BodyShare, settings: ProxySettings
+) -> Prefilled:
     """Run the prefill. Cancelling it closes the connection, and so aborts it in the engine.
 
+    :param room: what the request keeps of the proxy's memory.
     :raises UpstreamError: it failed, fell silent, refused, or answered 200 without an answer.
     """
-    engine, timeout_s = instance.title, settings.prefill_timeout_s
-    with instance.breaker.watch(), instance.given_up_when_down():
+    engine, timeout_s, most = instance.title, settings.prefill_timeout_s, settings.max_request_bytes
+    with instance.breaker.watch(), instance.given_up_when_down(), room.answer() as kept:
         try:
             with anyio.fail_after(timeout_s):
                 async with post(instance, path, body, headers, settings.idle_timeout_s) as response:
-                    content = await read_answer(engine, response, settings.max_request_bytes, settings.idle_timeout_s)
+                    content = await read_answer(engine, response, most, settings.idle_timeout_s, kept)
         except TimeoutError:
             raise UpstreamError(f"{engine} did not answer in {timeout_s:g} s", 504) from None
         answer = whole_answer(engine, content)
-    usage = answer.get("usage")
-    tokens = usage.get("prompt_tokens") if isinstance(usage, dict) else None
-    params = answer.get("kv_transfer_params")
-    return Prefilled(
-        params if isinstance(params, dict) and params else None,
-        cached_of(answer),
-        tokens if isinstance(tokens, int) else None,
-        _servers(params),
-    )
+    usage, params = object_in(answer, "usage") or {}, object_in(answer, "kv_transfer_params")
+    kept.end()
+    tokens = usage.get("prompt_tokens")
+    return Prefilled(params or None, cached_of(usage), tokens if isinstance(tokens, int) else None, _servers(params))
 
 
 def _servers(params: Any) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import anyio
@@ -13,13 +13,13 @@ import msgspec
 from layerflow.config.proxy import Order
 from layerflow.errors import ProxyError, UpstreamError
 from layerflow.proxy.answers import DONE, ClientGone, ClientResponse, Event, ResponseSink, make_event
-from layerflow.proxy.context import ProxyContext, RequestRoute
+from layerflow.proxy.context import BodyShare, ProxyContext, RequestRoute
 from layerflow.proxy.exchange import Exchange
 from layerflow.proxy.hosts import check_hosts
 from layerflow.proxy.instances import Instance, InstanceRole, prompt_head
-from layerflow.proxy.legs import Prefilled
+from layerflow.proxy.legs import Prefilled, object_in
 from layerflow.proxy.metaserver import DecodeRequest, PrefillJob
-from layerflow.proxy.request import NOT_JSON, ClientRequest, Headers, decoder_alone
+from layerflow.proxy.request import NOT_JSON, Body, ClientRequest, Headers, decoder_alone
 
 
 class _PrefillLost(Exception):
@@ -235,6 +235,8 @@ async def prefill_first(exchange: Exchange) -> None:
 
 
 _AT_ONCE = 64  # prompts of one list on their way
+_MERGED = ("choices", "usage", "kv_transfer_params")  # of a whole answer, what is not the first one's
+_decode_choices = msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode
 Serve = Callable[[ClientRequest, ResponseSink], Awaitable[None]]
 
 
@@ -276,7 +278,8 @@ class _Merged:
         self._turn = anyio.Lock()  # the first events of two prompts may come at once
         self._usage: dict[str, Any] | None = None
         self._usage_event: dict[str, Any] | None = None
-        self._wholes: dict[int, tuple[dict[str, Any], Headers]] = {}
+        self._wholes: dict[int, tuple[bytes, BodyShare]] = {}  #: the JSON of each prompt's choices, and what it keeps
+        self._beside: tuple[bytes, Headers] = b"{}", ()  #: of the first one's answer
 
     async def events(
         self, number: int, events: Sequence[Event], headers: Headers, *, begins: Callable[[], None]
@@ -292,13 +295,33 @@ class _Merged:
                 begins()
                 await self.response.events(passed, headers)
 
-    def whole(self, number: int, answer: dict[str, Any], headers: Headers) -> None:
-        self._wholes[number] = answer, headers
+    def whole(self, number: int, answer: Body, headers: Headers, kept: BodyShare) -> None:
+        """:raises UpstreamError: its choices cannot be read."""
+        first = number * self._choices
+        try:
+            choices = [
+                Body(choice)
+                .changed({"index": msgspec.json.decode(choice.get("index", b"0"), type=int) + first})
+                .encode()
+                for choice in _decode_choices(answer.view("choices"))
+            ]
+        except NOT_JSON as error:
+            raise UpstreamError(f"a decode engine sent choices that cannot be read: {error}") from None
+        if usage := object_in(answer, "usage"):
+            self._usage = _sum(self._usage, usage)
+        if number == 0:
+            self._beside = answer.changed({"id": self._id}, _MERGED).encode(), headers
+        self._wholes[number] = b",".join(choices), kept
 
     async def finish(self) -> None:
         """Every prompt has its answer."""
         if not self._request.stream:
-            await self.response.whole(self._whole(), self._wholes[0][1])
+            beside, headers = self._beside
+            begin, end = beside[:-1] + b',"choices":[', b"]}"
+            if self._usage:
+                end = b'],"usage":' + msgspec.json.encode(self._usage) + b"}"
+            length = len(begin) + sum(len(choices) + 1 for choices, _ in self._wholes.values()) - 1 + len(end)
+            await self.response.json(200, length, self._pieces(begin, end), headers)
             return
         last = [make_event(DONE)]
         if self._usage_event is not None:
@@ -323,17 +346,22 @@ class _Merged:
     def _named(self, number: int, answer: dict[str, Any]) -> dict[str, Any]:
         first = number * self._choices
         choices = [{**choice, "index": choice.get("index", 0) + first} for choice in answer.get("choices", [])]
-        return {**answer, "id": f"cmpl-{self._request.request_id}", "choices": choices}
+        return {**answer, "id": self._id, "choices": choices}
 
-    def _whole(self) -> dict[str, Any]:
-        answers = [self._named(number, self._wholes[number][0]) for number in sorted(self._wholes)]
-        usage: dict[str, Any] | None = None
-        for answer in answers:
-            if answer.get("usage"):
-                usage = _sum(usage, answer["usage"])
-        choices = [choice for answer in answers for choice in answer["choices"]]
-        merged = {name: value for name, value in answers[0].items() if name != "kv_transfer_params"}
-        return {**merged, "choices": choices} | ({"usage": usage} if usage else {})
+    @property
+    def _id(self) -> str:
+        return f"cmpl-{self._request.request_id}"
+
+    def _pieces(self, begin: bytes, end: bytes) -> Iterator[bytes]:
+        """The one answer. Each prompt's choices are let go of when the next piece is asked for."""
+        yield begin
+        for number in sorted(self._wholes):
+            choices, kept = self._wholes.pop(number)
+            if number:
+                yield b","
+            yield choices
+            kept.end()
+        yield end
 
 
 class _PromptSink:
@@ -341,6 +369,7 @@ class _PromptSink:
 
     def __init__(self, merged: _Merged, number: int) -> None:
         self._merged, self._number = merged, number
+        self.room = merged.response.room.part()
         self._begun = False
 
     @property
@@ -350,9 +379,9 @@ class _PromptSink:
     async def events(self, events: Sequence[Event], headers: Headers) -> None:
         await self._merged.events(self._number, events, headers, begins=self._begins)
 
-    async def whole(self, answer: dict[str, Any], headers: Headers) -> None:
+    async def whole(self, answer: Body, headers: Headers, kept: BodyShare) -> None:
+        self._merged.whole(self._number, answer, headers, kept)
         self._begins()
-        self._merged.whole(self._number, answer, headers)
 
     def _begins(self) -> None:
         self._begun = True

@@ -34,7 +34,8 @@ _COUNTED_BYTES = 1 << 16
 _STEERING = "kv_transfer_params"
 _EXTRA = "vllm_xargs"  # vLLM reads these beside its fields, under the same names
 
-_decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+decode_values = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+"""Of a JSON object, by name; each is the place where it stands in the bytes, which it keeps."""
 # vLLM's fields are pydantic's, in its lax mode: "2" and 2.0 are 2, "true" and 1 are true.
 _FLAG: TypeAdapter[bool | None] = TypeAdapter(bool | None)
 _WHOLE: TypeAdapter[int | None] = TypeAdapter(int | None)
@@ -91,9 +92,13 @@ class Body:
     def __contains__(self, name: str) -> bool:
         return name in self._values
 
+    def view(self, name: str) -> bytes | msgspec.Raw:
+        """The value's JSON where it stands; ``null`` where there is none."""
+        return self._values.get(name, b"null")
+
     def raw(self, name: str) -> bytes:
-        """The value's JSON; ``null`` where there is none."""
-        value = self._values.get(name, b"null")
+        """A copy of it."""
+        value = self.view(name)
         return value if isinstance(value, bytes) else bytes(value)
 
     def given(self, name: str) -> bool:
@@ -121,13 +126,17 @@ class Body:
         kept = {name: value for name, value in self._values.items() if name not in without}
         return Body(kept | {name: _json(value) for name, value in values.items()})
 
-    def encode(self) -> bytes:
-        """JSON."""
+    def pieces(self) -> list[bytes | msgspec.Raw]:
+        """JSON, once they are joined."""
         # Not by msgspec: a name may hold a lone surrogate, which only Python's own reader and writer take.
         pieces: list[bytes | msgspec.Raw] = []
         for name, value in self._values.items():
             pieces += (b"," if pieces else b"{", json.dumps(name).encode(), b":", value)
-        return b"".join([*pieces, b"}"]) if pieces else b"{}"
+        return [*pieces, b"}"] if pieces else [b"{}"]
+
+    def encode(self) -> bytes:
+        """JSON."""
+        return b"".join(self.pieces())
 
     def _field(self, name: str) -> Any:
         value = self._values.get(name)
@@ -152,7 +161,7 @@ def parse_body(raw: bytes) -> Body:
             raw = raw.decode(encoding).encode()
         if len(raw) > _COUNTED_BYTES:
             _check_names(raw)
-        values: Mapping[str, bytes | msgspec.Raw] = _decode(raw)
+        values: Mapping[str, bytes | msgspec.Raw] = decode_values(raw)
     except NOT_JSON as error:
         values = _lenient(raw, error)
     if len(values) > MOST_NAMES:

@@ -230,30 +230,31 @@ class Completions:
         settings = self._context.settings
         headers = scope["headers"]
         request_id = request_id_of(headers)
-        response = ClientResponse(send, request_id, settings.idle_timeout_s)
         async with anyio.create_task_group() as tasks:
-            failure: ProxyError | None = None
-            gone = False
-            with anyio.CancelScope(deadline=anyio.current_time() + settings.request_timeout_s) as working:
-                with self._context.opened(working) as opened, self._context.bodies.share() as share:
-                    try:
-                        if self._context.draining:
-                            raise ProxyError("the proxy is stopping; ask another one", 503)
-                        raw = await read_body(receive, settings, share)
-                        tasks.start_soon(_watch, receive, opened, response)
-                        request = read_request(self._path, headers, raw, request_id, settings.max_prompts)
-                        await serve(self._context, request, response)
-                    except ProxyError as error:
-                        failure = error
-                    except ClientGone:
-                        gone = True
-                    except Exception:  # noqa: BLE001 - one request's failure, told to its client
-                        _log.exception("request_failed", request=request_id)
-                        failure = ProxyError("the proxy failed; its log says how", 500)
-            if working.cancelled_caught:
-                gone = opened.cut is AbortReason.CLIENT_GONE
-                failure = _cut_off(opened, settings.request_timeout_s)
-            await self._end(response, failure, gone)
+            with self._context.bodies.share() as share:
+                response = ClientResponse(send, request_id, settings.idle_timeout_s, share)
+                failure: ProxyError | None = None
+                gone = False
+                with anyio.CancelScope(deadline=anyio.current_time() + settings.request_timeout_s) as working:
+                    with self._context.opened(working) as opened:
+                        try:
+                            if self._context.draining:
+                                raise ProxyError("the proxy is stopping; ask another one", 503)
+                            raw = await read_body(receive, settings, share)
+                            tasks.start_soon(_watch, receive, opened, response)
+                            request = read_request(self._path, headers, raw, request_id, settings.max_prompts)
+                            await serve(self._context, request, response)
+                        except ProxyError as error:
+                            failure = error
+                        except ClientGone:
+                            gone = True
+                        except Exception:  # noqa: BLE001 - one request's failure, told to its client
+                            _log.exception("request_failed", request=request_id)
+                            failure = ProxyError("the proxy failed; its log says how", 500)
+                if working.cancelled_caught:
+                    gone = opened.cut is AbortReason.CLIENT_GONE
+                    failure = _cut_off(opened, settings.request_timeout_s)
+                await self._end(response, failure, gone)
             tasks.cancel_scope.cancel()
 
     async def _end(self, response: ClientResponse, failure: ProxyError | None, gone: bool) -> None:
