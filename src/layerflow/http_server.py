@@ -10,7 +10,7 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from layerflow.errors import ConfigError
 from layerflow.system.descriptors import FOR_HTTP, leaves
@@ -110,7 +110,8 @@ def _refused(host: str, port: int, error: OSError, advice: str) -> ConfigError:
 def _bounded(most: int) -> type[asyncio.Protocol]:
     """uvicorn's protocol of one connection, for a server that has at most so many."""
 
-    class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    # Not what uvicorn finds, httptools where an engine has brought it: that keeps headers and trailers of any size.
+    class BoundedProtocol(H11Protocol):
         def __init__(self, *args: Any, **more: Any) -> None:
             super().__init__(*args, **more)
             self._head_timer: asyncio.TimerHandle | None = None
@@ -120,7 +121,8 @@ def _bounded(most: int) -> type[asyncio.Protocol]:
             super().connection_made(transport)
             self._await_head()
             if len(self.connections) > most:
-                waiting = [one for one in self.connections if not one.served]
+                others: set[Any] = self.connections
+                waiting = [one for one in others if not one.served]
                 ended = min(waiting, key=lambda one: (one.asked, one._since))
                 self.connections.discard(ended)  # no next one takes its place again before it is lost
                 ended.transport.abort()

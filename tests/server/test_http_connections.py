@@ -11,6 +11,7 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from layerflow import http_server
 from layerflow.http_server import UvicornServer, listen
@@ -136,6 +137,28 @@ async def test_many_at_once_take_a_place_each(world: World) -> None:
     for one in decent:
         assert await answered(one)
     assert len(world.server.server_state.connections) <= 2
+
+
+@pytest.mark.parametrize(
+    "begun", [b"GET / HTTP/1.1\r\n", b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nb\r\n0\r\n"]
+)
+async def test_headers_and_trailers_have_a_size(world: World, begun: bytes) -> None:
+    reader, writer = await world.connect(begun)
+    line = b"X: " + b"x" * 1021 + b"\r\n"
+    lines, kept = 0, 0
+    with contextlib.suppress(ConnectionError):
+        async with asyncio.timeout(PATIENCE_S):
+            while not reader.at_eof() and lines < 1 << 14:
+                writer.write(line)
+                await writer.drain()
+                lines += 1
+                for one in world.server.server_state.connections:
+                    assert isinstance(one, H11Protocol)
+                    kept = max(kept, len(one.conn._receive_buffer), sum(len(value) for _, value in one.headers or ()))
+            assert (await reader.read()).startswith(b"HTTP/1.1 4")
+    writer.close()
+    assert lines < 1 << 14, "the server lets go"
+    assert kept < 1 << 20
 
 
 @pytest.mark.parametrize("said", [b"", b"GET / HT"])
