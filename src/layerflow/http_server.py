@@ -131,8 +131,8 @@ def _bounded(most: int) -> type[asyncio.Protocol]:
 
         @property
         def busy(self) -> bool:
-            """Has a request's head come, and not been answered?"""
-            return self.cycle is not None and not self.cycle.response_complete
+            """Has a request's head come, and is it neither answered nor given up with bytes that nobody takes?"""
+            return self.cycle is not None and not (self.cycle.response_complete or self.transport.is_closing())
 
         @property
         def asked(self) -> bool:

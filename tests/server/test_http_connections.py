@@ -10,7 +10,8 @@ import pytest
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Mount, Route
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from layerflow import http_server
@@ -36,8 +37,18 @@ class World:
                 await self.may_answer.wait()
             return Response(b"yes")
 
+        async def break_off(scope: Scope, receive: Receive, send: Send) -> None:
+            self.asked += 1
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": bytes(64 << 20), "more_body": True})
+
         self.listener = listen("127.0.0.1", 0, 8, "")
-        self.server = UvicornServer(Starlette(routes=[Route("/", answer, methods=["GET", "POST"])]), 8, lambda: None, 2)
+        self.server = UvicornServer(
+            Starlette(routes=[Route("/", answer, methods=["GET", "POST"]), Mount("/part", break_off)]),
+            8,
+            lambda: None,
+            2,
+        )
 
     async def connect(self, said: bytes = b"") -> Connection:
         reader, writer = await asyncio.open_connection(*self.listener.getsockname()[:2])
@@ -124,6 +135,19 @@ async def test_who_waits_without_a_request_makes_room_before_a_body_that_comes(w
     coming[1].write(b"b" * 999)
     assert await answered(coming)
     writer.close()
+
+
+async def test_an_answer_that_broke_off_holds_no_connection_for_who_does_not_read_it(world: World) -> None:
+    unread = await world.connect(GET.replace(b"/", b"/part/", 1))
+    await until(world, 1)
+    busy = await world.connect(GET)
+    await until(world, 2)
+    newest = await world.connect(GET)
+    await until(world, 3)
+    world.may_answer.set()
+    assert await answered(busy)
+    assert await answered(newest)
+    unread[1].close()
 
 
 async def test_many_at_once_take_a_place_each(world: World) -> None:
