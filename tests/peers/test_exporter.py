@@ -283,7 +283,7 @@ def test_a_connection_without_a_thread_is_closed_and_the_next_one_is_served(
 
 def test_without_its_listener_the_exporter_ends(exporting: Exporting) -> None:
     exporting.links._listener.shutdown(socket.SHUT_RDWR)
-    assert exporting.ended.wait(10)
+    assert exporting.ended.wait(30)
 
 
 @pytest.mark.parametrize(

@@ -339,7 +339,7 @@ def test_a_step_ends_however_much_its_worker_keeps(embed: Embed, fill: str) -> N
             busy = Busy(server, number, fill)
             entries = busy.account.entries
             worker.forward(step, [run])
-        assert eventually(lambda: busy.account.entries > entries, 10.0), "its report waits with the others"
+        assert eventually(lambda: busy.account.entries > entries), "its report waits with the others"
         busy.let_go()
         assert worker.agent.wait_idle(run.name, 30.0)
         assert worker.agent.poll().saved == (run.name,)
@@ -356,7 +356,7 @@ def test_a_flood_of_what_ends_something_ends_its_client_alone(client_of: Clients
         for _ in range(2 * OVERDRAFT * SHARE // nbytes):
             hostile.say(flood)
         door = server.server._doors["local"]
-        assert eventually(lambda: server.call(lambda: door.statistics().hung_up_on) == 1, 10.0)
+        assert eventually(lambda: server.call(lambda: door.statistics().hung_up_on) == 1)
         assert busy.account.nbytes <= OVERDRAFT * SHARE + nbytes + ENTRY_BYTES
         other.beat()
         assert server.call(lambda: server.server.sessions.get(hostile.number)) is not None
