@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import struct
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from e2e.hostile import U32, Hostile
 from e2e.known import eventually, small_spec
 
+from layerflow.agent import handshake
 from layerflow.config.settings import Settings
 from layerflow.server import EmbeddedServer
 from layerflow.server.account import ENTRY_BYTES, OVERDRAFT, Account
@@ -344,6 +347,21 @@ def test_a_step_ends_however_much_its_worker_keeps(embed: Embed, fill: str) -> N
         assert worker.agent.wait_idle(run.name, 30.0)
         assert worker.agent.poll().saved == (run.name,)
         assert server.call(lambda: server.server.pool.statistics().half_written) == 0
+
+
+def test_clients_count_for_the_process_that_the_socket_tells_and_not_for_the_one_they_claim(
+    client_of: Clients, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In containers of their own all are process 1, and who claims others' numbers would have a share for each."""
+    with EmbeddedServer(Settings(), f"ipc://{tmp_path}/control") as server:
+        clients = []
+        for claimed in (1, 2):
+            with monkeypatch.context() as patch:
+                patch.setattr(handshake, "os", SimpleNamespace(getpid=lambda claimed=claimed: claimed))
+                clients.append(client_of(server))
+        sessions = [server.call(functools.partial(server.server.sessions.get, client.number)) for client in clients]
+    assert [session.pid for session in sessions] == [1, 2]
+    assert {session.principal for session in sessions} == {f"pid {os.getpid()}"}
 
 
 def test_a_flood_of_what_ends_something_ends_its_client_alone(client_of: Clients, tmp_path: Path) -> None:

@@ -87,8 +87,11 @@ class EngineNames:
 
 
 def principal_of(rights: Rights, pid: int) -> str:
-    """Whose a client is, with all the others of the same key; of this machine: of the same process."""
-    return rights.key or f"pid {pid}"
+    """Whose a client is, with all the others of the same key; of this machine: of the same process.
+
+    :param pid: as the client says. It counts where nothing else tells: in its own container it may be 1, as in others.
+    """
+    return rights.key or f"pid {rights.process or pid}"
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

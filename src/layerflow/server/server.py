@@ -8,7 +8,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -584,8 +584,10 @@ class Server:
         """
         name, identity = address
         door = self._doors[name]
-        if name == LOCAL or self._curve is None or not isinstance(door, Door):
+        if not isinstance(door, Door):
             return HERE
+        if name == LOCAL or self._curve is None:
+            return replace(HERE, process=door.process_of(identity))
         rights = self._curve.allowed.get(door.key_of(identity))
         if rights is None:
             raise ProtocolError("a client without a key, or one that has left")

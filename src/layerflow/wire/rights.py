@@ -75,11 +75,13 @@ class Rights:
 
     :param engines: patterns of the names of engines that it acts for.
     :param key: its public key; empty = it is of this machine.
+    :param process: of this machine, where the socket that it came by tells; 0 = it does not.
     """
 
     roles: frozenset[Role]
     engines: tuple[str, ...] = ()
     key: str = ""
+    process: int = 0
 
     def acts_for(self, engine: str) -> bool:
         """May it change the state of this engine?"""

@@ -212,6 +212,13 @@ class Door:
         if connection is not None:
             self._hang_up(connection, why)
 
+    def process_of(self, identity: bytes) -> int:
+        """The process at the other end; 0 = it is at another host, in a pid namespace not seen from here, or gone."""
+        connection = self._connections.get(identity)
+        if connection is None or connection.closed or connection.socket.family != socket.AF_UNIX:
+            return 0
+        return peer_process(connection.socket)
+
     def key_of(self, identity: bytes) -> bytes:
         """The public key in Z85 that a client has shown and is admitted by; empty = it has shown none."""
         connection = self._connections.get(identity)
