@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -221,12 +223,21 @@ def test_an_adapter_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> No
 class LoRAAdapter(nn.Module):
     """SGLang's, as it holds one in the host's memory."""
 
-    def __init__(self, weight: float = 1.0, *, embedding: float = 0.0, rank: int = 2, scaling: float = 2.0) -> None:
+    def __init__(
+        self,
+        weight: float = 1.0,
+        *,
+        embedding: float = 0.0,
+        added: float = 0.0,
+        rank: int = 2,
+        scaling: float = 2.0,
+    ) -> None:
         super().__init__()
         self.config, self.scaling = SimpleNamespace(r=rank), scaling
         name = "layers.0.q_proj.lora_A.weight"
         self.layers = [SimpleNamespace(weights={name: torch.full((2, 4), weight, dtype=torch.bfloat16)})]
         self.embedding_layers = {"embed_tokens.lora_A.weight": torch.full((2, 4), embedding)}
+        self.added_tokens_embeddings = {"input_embeddings": torch.full((1, 4), added)}
 
 
 def loaded(**adapters: LoRAAdapter) -> LoadedAdapters:
@@ -238,10 +249,11 @@ def test_a_loaded_adapter_is_what_its_bytes_are_and_not_its_id() -> None:
         a=LoRAAdapter(),
         trained=LoRAAdapter(1.5),
         embeds=LoRAAdapter(embedding=1.0),
+        adds=LoRAAdapter(added=1.0),
         ranked=LoRAAdapter(rank=4),
         scaled=LoRAAdapter(scaling=4.0),
     )
-    assert len({here.content(each) for each in ("a", "trained", "embeds", "ranked", "scaled")}) == 5
+    assert len({here.content(each) for each in ("a", "trained", "embeds", "adds", "ranked", "scaled")}) == 6
     assert loaded(other=LoRAAdapter()).content("other") == here.content("a")
 
 
@@ -260,7 +272,58 @@ def test_a_loaded_adapter_is_read_once_and_forgotten_with_it(monkeypatch: pytest
     assert [here.content("a"), len(reads)] == ["2", 2]
 
 
+class Reads:
+    """Reads of adapters that end when they are told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.may_end = {weight: threading.Event() for weight in (1.0, 1.5)}
+        self.begun = {weight: threading.Event() for weight in (1.0, 1.5)}
+        monkeypatch.setattr(identity, "content_of_tensors", self._read)
+
+    def _read(self, facts: Any, tensors: dict[str, torch.Tensor]) -> str:
+        weight = float(tensors["layers.0.q_proj.lora_A.weight"][0, 0])
+        self.begun[weight].set()
+        assert self.may_end[weight].wait(30)
+        return f"{weight}"
+
+
+def test_loaded_adapters_are_read_beside_the_scheduler_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, here = Reads(monkeypatch), loaded(a=LoRAAdapter(), b=LoRAAdapter(1.5))
+    assert not here.is_read("a")
+    assert reads.begun[1.0].wait(30)
+    assert [here.is_read("b"), here.is_read("a"), here.is_read("b")] == [False] * 3
+    assert not reads.begun[1.5].is_set()
+    reads.may_end[1.0].set()
+    assert here.content("a") == "1.0" and here.is_read("a")
+    assert not here.is_read("b")
+    reads.may_end[1.5].set()
+    assert here.content("b") == "1.5" and here.is_read("b")
+
+
+def test_a_loaded_adapter_that_takes_too_long_is_refused_and_read_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity, "ADAPTER_WAIT_S", 0.0)
+    reads, here = Reads(monkeypatch), loaded(a=LoRAAdapter())
+    with pytest.raises(Unsupported, match="adapter with the id a is still being read"):
+        here.content("a")
+    monkeypatch.setattr(identity, "ADAPTER_WAIT_S", 30.0)
+    reads.may_end[1.0].set()
+    assert here.content("a") == "1.0"
+
+
+def test_an_adapter_that_is_not_needed_any_more_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = {"a": LoRAAdapter()}
+    here = LoadedAdapters(SimpleNamespace(loras=held))
+    here.content("a")
+    tensor = weakref.ref(held["a"].layers[0].weights["layers.0.q_proj.lora_A.weight"])
+    held["a"].layers[0].weights.clear()
+    assert tensor() is None
+    adapter = weakref.ref(held.pop("a"))
+    gc.collect()
+    assert adapter() is None
+
+
 @pytest.mark.parametrize("adapters", [loaded(), LoadedAdapters(None)], ids=["unloaded", "serves none"])
 def test_an_adapter_that_is_not_loaded_is_refused(adapters: LoadedAdapters) -> None:
     with pytest.raises(Unsupported, match="no adapter with the id 4f"):
         adapters.content("4f")
+    assert adapters.is_read("4f")  # there is nothing to wait for

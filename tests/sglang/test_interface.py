@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import inspect
 import json
+import threading
 from abc import abstractmethod
 from array import array
 from collections.abc import Iterator
@@ -21,7 +22,10 @@ import torch
 from device.simulated import DEVICE, Machine
 from safetensors.torch import save_file
 from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS
+from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver, CommonKVSender
+from sglang.srt.disaggregation.decode import DecodePreallocQueue
+from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
 from sglang.srt.lora.lora import LoRAAdapter
 from sglang.srt.lora.lora_config import LoRAConfig
 from sglang.srt.lora.lora_manager import LoRAManager
@@ -50,7 +54,7 @@ from layerflow.connectors.common import loaded
 from layerflow.connectors.common.computation import tracked_objects
 from layerflow.connectors.common.interface import check_interface
 from layerflow.connectors.common.weights import Weights
-from layerflow.connectors.sglang import LayerflowLinker, engine, linker, plugin
+from layerflow.connectors.sglang import LayerflowLinker, engine, identity, linker, plugin
 from layerflow.connectors.sglang.batch_saves import ALLOCATORS, frees_are_seen, full_attention_allocator
 from layerflow.connectors.sglang.drafts import ALGORITHMS, check_drafting, drafts_of
 from layerflow.connectors.sglang.identity import LoadedAdapters, _adapters
@@ -336,6 +340,7 @@ def test_what_page_hashes_do_not_hold_is_not_handed_over(name: str) -> None:
     side = SimpleNamespace(begin=lambda parts: reasons.append(f"{len(parts)} parts"))
     manager = SimpleNamespace(
         hashes_of=backend.PromptHashing(16).of,
+        can_hash=backend.PromptHashing(16).is_ready,
         prefill=side,
         obstacle="",
         give_up=lambda room, reason: reasons.append(reason),
@@ -381,6 +386,44 @@ def test_an_adapter_is_handed_over_by_its_content_and_its_room(tokens: int) -> N
     assert len(set(pages)) == len(pages) == len(others) * -(-tokens // 16)
     with pytest.raises(Unsupported, match="no adapter with the id d1"):
         hashes(prefill, 1, "d1")
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_prompt_waits_for_its_adapter_to_be_read_and_others_do_not(
+    monkeypatch: pytest.MonkeyPatch, side: str
+) -> None:
+    """SGLang computes no prompt, and has no pages for one, whose end bootstraps on some rank."""
+    for queue in (PrefillBootstrapQueue.pop_bootstrapped, DecodePreallocQueue._update_handshake_waiters):
+        assert "poll == KVPoll.Bootstrapping" in inspect.getsource(queue)
+    may_end, read = threading.Event(), identity.content_of_tensors
+
+    def late(*facts: Any) -> str:
+        assert may_end.wait(30)
+        return read(*facts)
+
+    monkeypatch.setattr(identity, "content_of_tensors", late)
+    hashing = backend.PromptHashing(16, adapters=adapters(p=1.0))
+    manager = backend.LayerflowManager.__new__(backend.LayerflowManager)
+    manager._hashing, manager._attempts, manager.request_status = hashing, {}, {}
+    manager.prefill = SimpleNamespace(undecided=lambda room: False, refusal=lambda room: "")
+    kind = {"prefill": backend.LayerflowSender, "decode": backend.LayerflowReceiver}[side]
+    base = {"prefill": CommonKVSender, "decode": CommonKVReceiver}[side]
+    monkeypatch.setattr(base, "poll", lambda end: manager.check_status(end.bootstrap_room))
+
+    def begun(room: int, **more: Any) -> Any:
+        end = kind.__new__(kind)
+        end.kv_mgr, end.bootstrap_room = manager, room
+        end.hashes, end._hashes, end._refused, end._refusal, end._unread, end._following = (), (), False, "", None, None
+        end.prepare(request(room, sampling_params=SimpleNamespace(custom_params=None), **more))
+        manager.request_status[room] = KVPoll.WaitingForInput
+        return end
+
+    plain, adapted = begun(1), begun(2, lora_id="p")
+    assert [plain.poll(), adapted.poll()] == [KVPoll.WaitingForInput, KVPoll.Bootstrapping]
+    may_end.set()
+    hashes = hashing.of(request(2, lora_id="p"))  # waits
+    assert adapted.poll() == KVPoll.WaitingForInput
+    assert side == "prefill" or adapted._hashes == hashes
 
 
 def test_salts_and_adapters_are_in_the_page_hashes() -> None:

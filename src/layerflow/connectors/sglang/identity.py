@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,12 +20,15 @@ from layerflow.connectors.common.computation import (
     reads,
     tracked_objects,
 )
-from layerflow.connectors.common.weights import Checkpoint, checkpoint, folder_of
+from layerflow.connectors.common.weights import Checkpoint, WeightsReading, checkpoint, folder_of
 from layerflow.content import content_of_tensors, folder_content
 from layerflow.errors import ConfigError, LayerflowError, Unsupported
 
 LENGTH = "context_len"
 """SGLang writes it into the model's configuration. It is a size, unless some class of the model reads it."""
+
+ADAPTER_WAIT_S = 10.0
+"""How long a scheduler stands for an adapter's digest, where SGLang computes a prompt that could have waited for it."""
 
 _KNOWN_CODE = ("torch", "sglang")
 
@@ -127,30 +131,59 @@ class LoadedAdapters:
     """The LoRA adapters that SGLang holds in the host's memory, by their content: the same in each engine that has
     loaded the same one, whatever its name, and from wherever. Used on the scheduler's thread.
 
-    SGLang computes with these bytes, also where other files have taken the place of theirs, and never puts others under
-    an id.
+    All bytes of an adapter are read, 1 to 2 GB/s, on a thread of their own: other requests go on meanwhile. SGLang
+    computes with these bytes, also where other files have taken the place of theirs, and never puts others under an id.
 
     :param manager: SGLang's LoRAManager; None = it serves no adapters.
     """
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
-        self._known: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+        self._readings: WeakKeyDictionary[Any, WeightsReading[str]] = WeakKeyDictionary()
+        self._turn = threading.Lock()
+
+    def is_read(self, lora_id: str) -> bool:
+        """Does :meth:`content` answer at once? The first call for an adapter has it read.
+
+        :param lora_id: SGLang's; also of one that is not loaded.
+        """
+        adapter = self._loaded(lora_id)
+        return adapter is None or self._reading(adapter).wait(0)
 
     def content(self, lora_id: str) -> str:
-        """Digest of an adapter. The first call for it reads all of its bytes, 1 to 2 GB/s.
+        """Digest of an adapter; where it :meth:`is_read` not yet, this waits for it.
 
         :param lora_id: SGLang's.
-        :raises Unsupported: it is not loaded.
+        :raises Unsupported: it is not loaded, or not read after :data:`ADAPTER_WAIT_S`.
+        :raises ConfigError: it could not be read.
         """
-        adapter = self._manager.loras.get(lora_id) if self._manager is not None else None
+        adapter = self._loaded(lora_id)
         if adapter is None:
             raise Unsupported(f"SGLang holds no adapter with the id {lora_id}; load it on both servers")
-        if adapter not in self._known:
-            weights = [*(layer.weights for layer in adapter.layers), adapter.embedding_layers]
+        reading = self._reading(adapter)
+        if not reading.wait(ADAPTER_WAIT_S):
+            raise Unsupported(f"the adapter with the id {lora_id} is still being read; send the request again")
+        return reading.found
+
+    def _loaded(self, lora_id: str) -> Any:
+        return self._manager.loras.get(lora_id) if self._manager is not None else None
+
+    def _reading(self, adapter: Any) -> WeightsReading[str]:
+        if adapter not in self._readings:
+            weights = [layer.weights for layer in adapter.layers]
+            weights += [adapter.embedding_layers, adapter.added_tokens_embeddings]
             named = {name: tensor for each in weights for name, tensor in each.items()}
-            self._known[adapter] = content_of_tensors({"rank": adapter.config.r, "scaling": adapter.scaling}, named)
-        return self._known[adapter]
+            facts = {"rank": adapter.config.r, "scaling": adapter.scaling}
+            # What is kept here holds no adapter, which would never go then.
+            self._readings[adapter] = WeightsReading(lambda _: self._read(facts, named))
+        return self._readings[adapter]
+
+    def _read(self, facts: dict[str, Any], named: dict[str, Any]) -> str:
+        with self._turn:  # each reader takes a core, and an engine may be asked for many new adapters at once
+            try:
+                return content_of_tensors(facts, named)
+            finally:
+                named.clear()  # SGLang may let go of tensors before it lets go of the adapter
 
 
 def _scales(modules: list[nn.Module]) -> list[Any]:

@@ -178,6 +178,11 @@ class LayerflowManager(CommonKVManager):  # type: ignore[misc]
         assert self._hashing is not None
         return self._hashing.of(request)
 
+    def can_hash(self, request: Any) -> bool:
+        """May :meth:`hashes_of` be asked, or would the scheduler stand for it? See :meth:`PromptHashing.is_ready`."""
+        assert self._hashing is not None
+        return self._hashing.is_ready(request)
+
     @property
     def obstacle(self) -> str:
         """Why nothing is handed over now; "" = it is."""
@@ -395,20 +400,27 @@ class LayerflowSender(CommonKVSender):  # type: ignore[misc]
         super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **kwargs)
         self.hashes: Sequence[str] = ()
         self._refused = False
+        self._unread: Any = None  #: the request, while its adapter is being read
         mgr.update_status(bootstrap_room, KVPoll.WaitingForInput)  # nothing of decode is needed to begin
 
     def prepare(self, request: Any) -> None:
-        """Learn which attempt at its room this is."""
+        """Learn which attempt at its room this is, and what its pages are named by."""
         self.kv_mgr.begin_attempt(self.bootstrap_room, asked_attempt(request.sampling_params.custom_params))
+        self._unread = request
 
     def poll(self) -> Any:
         """Success once the prompt is computed and no save reads its pages, whether or not decode has come.
 
-        The server's answer to the hand-off is awaited too: decode is told of a refusal, and nobody would ask later.
+        It bootstraps until its adapter is read: SGLang does not compute it before all ranks have read theirs. The
+        server's answer to the hand-off is awaited too: decode is told of a refusal, and nobody would ask later.
         """
         status, side = super().poll(), self.kv_mgr.prefill
         if status in (KVPoll.Success, KVPoll.Failed) or side is None:
             return status
+        if self._unread is not None:
+            if not _is_ready(self.kv_mgr, self._unread):
+                return KVPoll.Bootstrapping
+            self._unread = None
         undecided = side.undecided(self.bootstrap_room)
         if not self._refused and (reason := side.refusal(self.bootstrap_room)):
             self._refused = True
@@ -439,21 +451,34 @@ class LayerflowReceiver(CommonKVReceiver):  # type: ignore[misc]
     def __init__(self, mgr: LayerflowManager, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
         self._hashes: Sequence[str] = ()
+        self._unread: Any = None  #: the request, while its adapter is being read
         self._refusal = ""
         self._following: Following | None = None
         self._index = 0
 
     def prepare(self, request: Any) -> None:
-        """Take the request's page hashes: SGLang hands a receiver pages, not tokens."""
+        """Learn which request this is: SGLang hands a receiver pages, not tokens."""
         try:
             if again := getattr(request, "pd_rebootstrap_in_progress", False):
                 self.kv_mgr.begin_attempt(self.bootstrap_room, next_attempt(request))
             if again and request.lora_id is not None:
                 raise Unsupported("SGLang asks prefill to compute a retracted request without its adapter")
+            self._unread = request
+            if self.kv_mgr.can_hash(request):
+                self._take_hashes()
+        except Exception as error:  # noqa: BLE001 - told, and this request fails
+            self._refuse(request, error)
+
+    def _take_hashes(self) -> None:
+        request, self._unread = self._unread, None
+        try:
             self._hashes = self.kv_mgr.hashes_of(request)
         except Exception as error:  # noqa: BLE001 - told, and this request fails
-            tell("prepare", request.rid, error)
-            self._refusal = str(error)
+            self._refuse(request, error)
+
+    def _refuse(self, request: Any, error: Exception) -> None:
+        tell("prepare", request.rid, error)
+        self._unread, self._refusal = None, str(error)
 
     def init(self, prefill_dp_rank: int) -> None:
         """Prefill is known: tell of its end as soon as that comes."""
@@ -474,6 +499,8 @@ class LayerflowReceiver(CommonKVReceiver):  # type: ignore[misc]
         side = self.kv_mgr.decode
         if side is None or self.conclude_state == KVPoll.Failed:
             return
+        if self._unread is not None:
+            self._take_hashes()
         if reason := self._refusal or self.kv_mgr.obstacle:
             self._fail(reason)
             return
@@ -496,12 +523,19 @@ class LayerflowReceiver(CommonKVReceiver):  # type: ignore[misc]
         return side.follow(self.bootstrap_room, self._hashes, prefix_len // page, slots, attempt=attempt)
 
     def poll(self) -> Any:
-        """Success once all of the prompt is in place and its first token is there."""
+        """Success once all of the prompt is in place and its first token is there.
+
+        It bootstraps until its adapter is read: SGLang has no pages for it before all ranks have read theirs.
+        """
         status, following = super().poll(), self._following
         if status in (KVPoll.Success, KVPoll.Failed):
             if status == KVPoll.Failed:
                 self._give_up()
             return status
+        if self._unread is not None:
+            if not _is_ready(self.kv_mgr, self._unread):
+                return KVPoll.Bootstrapping
+            self._take_hashes()
         if following is None:
             return status
         try:
@@ -538,6 +572,15 @@ class LayerflowReceiver(CommonKVReceiver):  # type: ignore[misc]
             self.kv_mgr.decode.give_up(self._following)
 
 
+def _is_ready(manager: LayerflowManager, request: Any) -> bool:
+    """May a prompt be named? Also where that cannot be told, which naming it then says."""
+    try:
+        return manager.can_hash(request)
+    except Exception as error:  # noqa: BLE001 - told, and this request fails
+        tell("poll", request.rid, error)
+        return True
+
+
 class LayerflowBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]
     """SGLang's own."""
 
@@ -572,6 +615,10 @@ class PromptHashing:
     drafts: bool = False
     adapters: LoadedAdapters = field(default_factory=lambda: LoadedAdapters(None))
 
+    def is_ready(self, request: Any) -> bool:
+        """Does :meth:`of` answer at once? An adapter is read in the background from the first question on."""
+        return request.lora_id is None or self.adapters.is_read(request.lora_id)
+
     def of(self, request: Any) -> list[str]:
         """Page hashes of a prompt, as SGLang's stores have them, and one of what is left behind the last whole page.
 
@@ -584,6 +631,7 @@ class PromptHashing:
         depends on the token that is made next.
 
         :raises Unsupported: the request has something :data:`UNTOLD`, or an adapter that is not loaded.
+        :raises ConfigError: its adapter could not be read.
         """
         if untold := [name for name in UNTOLD if getattr(request, name) is not None]:
             raise Unsupported(
