@@ -134,19 +134,21 @@ def test_a_prefill_engine_hears_of_freed_pages(monkeypatch: pytest.MonkeyPatch) 
     assert manager.ended == [("allocator", "some", "others")]
 
 
+@pytest.mark.parametrize("unmaps", [True, False])
 @pytest.mark.parametrize(
     ("tags", "weights"),
     [(None, True), ([], True), (["kv_cache", "weights"], True), (["kv_cache"], False), (["cuda_graph"], False)],
 )
 def test_caches_hear_whether_the_weights_memory_goes_and_returns(
-    monkeypatch: pytest.MonkeyPatch, tags: list[str] | None, weights: bool
+    monkeypatch: pytest.MonkeyPatch, tags: list[str] | None, weights: bool, unmaps: bool
 ) -> None:
+    """Without a memory saver SGLang's weights stay mapped, whatever it is asked."""
     heard: list[Any] = []
     keeper = SimpleNamespace(
         memory_goes=lambda *, weights: heard.append(weights), weights_return=lambda: heard.append("returned")
     )
     monkeypatch.setattr(plugin, "_keepers", [keeper])
-    request = SimpleNamespace(tags=tags)
-    plugin.memory_goes("updater", request)
-    plugin.memory_returns("result", "updater", request)
-    assert heard == [weights, *["returned"] * weights]
+    request, updater = SimpleNamespace(tags=tags), SimpleNamespace(memory_saver_adapter=SimpleNamespace(enabled=unmaps))
+    plugin.memory_goes(updater, request)
+    plugin.memory_returns("result", updater, request)
+    assert heard == [weights and unmaps, *["returned"] * (weights and unmaps)]

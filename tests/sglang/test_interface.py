@@ -49,6 +49,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 
 from layerflow.connectors.common import loaded
 from layerflow.connectors.common.computation import tracked_objects
@@ -593,6 +594,7 @@ class Weighed:
         self.named: list[str] = []
         self.routers: list[str] = []
         self.unmapped = False
+        self.saver: Any = SimpleNamespace(enabled=True, resume=lambda tag: None)
         read = loaded._read
 
         def looked(group: Any) -> torch.Tensor:
@@ -625,15 +627,16 @@ class Weighed:
         assert self.routers[-1:] == [what] * isinstance(self.keeper, LayerflowLinker)
 
     def release(self, *tags: str) -> None:
+        updater = SimpleNamespace(memory_saver_adapter=self.saver)
         with contextlib.suppress(AttributeError):  # there is no scheduler
-            SchedulerWeightUpdaterManager.release_memory_occupation(None, ReleaseMemoryOccupationReqInput(tags=tags))
-        self.unmapped = not tags or GPU_MEMORY_TYPE_WEIGHTS in tags
+            SchedulerWeightUpdaterManager.release_memory_occupation(updater, ReleaseMemoryOccupationReqInput(tags=tags))
+        self.unmapped = self.saver.enabled and (not tags or GPU_MEMORY_TYPE_WEIGHTS in tags)
 
     def resume(self, *tags: str) -> None:
         self.unmapped = False
         updater = SimpleNamespace(
             offload_tags=set(GPU_MEMORY_ALL_TYPES),
-            memory_saver_adapter=SimpleNamespace(resume=lambda tag: None),
+            memory_saver_adapter=self.saver,
             _assert_weight_cache_inactive=lambda what: None,
             tp_cpu_group=None,
             tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=self.model)),
@@ -671,6 +674,19 @@ def test_released_weights_are_not_read_until_they_are_back(
     weighed.flush()
     assert not weighed.cache.are_replaced() and weighed.named == ["e/1"] * others
     weighed.check_told("all")
+
+
+def test_weights_that_stay_where_they_are_go_on(weighed: Weighed) -> None:
+    """Whatever SGLang is asked: without ``--enable-memory-saver`` it releases nothing."""
+    weighed.saver = TorchMemorySaverAdapter.create(enable=False)
+    assert "self.memory_saver_adapter.pause(GPU_MEMORY_TYPE_WEIGHTS)" in inspect.getsource(
+        SchedulerWeightUpdaterManager
+    )
+    weighed.release()
+    weighed.flush()
+    assert not weighed.cache.are_replaced() and not weighed.cache.weights_are_away
+    weighed.resume()
+    assert not weighed.cache.are_replaced() and not weighed.named
 
 
 def test_new_weights_that_were_released_before_a_flush_stay_without_a_name(weighed: Weighed) -> None:

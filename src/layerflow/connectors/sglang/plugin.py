@@ -307,19 +307,23 @@ def weights_change(*args: Any, **kwargs: Any) -> None:
 def memory_goes(updater: Any, request: Any) -> None:
     """Memory is about to be let go of."""
     for keeper in _keepers:
-        keeper.memory_goes(weights=_is_of_weights(request))
+        keeper.memory_goes(weights=_unmaps_weights(updater, request))
 
 
 def memory_returns(result: Any, updater: Any, request: Any) -> None:
     """Memory is there again."""
     for keeper in _keepers:
-        if _is_of_weights(request):
+        if _unmaps_weights(updater, request):
             keeper.weights_return()
 
 
-def _is_of_weights(request: Any) -> bool:
-    """Is this about the weights' memory?"""
-    return not request.tags or WEIGHTS in request.tags
+def _unmaps_weights(updater: Any, request: Any) -> bool:
+    """Is this about the weights' memory, and does SGLang unmap that?
+
+    Without ``--enable-memory-saver`` its saver does nothing, and says so: the weights stay where they are.
+    """
+    saver = getattr(updater, "memory_saver_adapter", None)
+    return (not request.tags or WEIGHTS in request.tags) and bool(getattr(saver, "enabled", True))
 
 
 # Batches, for the transfer backend of a prefill engine, or for the linker of an ordinary one.
