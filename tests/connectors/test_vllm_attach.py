@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from collections.abc import Iterator
 from enum import Enum
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -18,7 +19,7 @@ from layerflow import Agent, GroupSpec, ModelSpec, Plane
 from layerflow.connectors.common.weights import WeightsReading
 from layerflow.connectors.vllm.layout import Layout
 from layerflow.connectors.vllm.plan import NOT_NAMED, StepPlan
-from layerflow.errors import ServerLost
+from layerflow.errors import ServerLost, Unsupported
 
 CONNECTOR = "layerflow.connectors.vllm.connector"
 
@@ -158,3 +159,46 @@ def test_who_loads_in_no_step_keeps_whole_cuda_graphs(
     monkeypatch.setattr(sys.modules["vllm"], "__version__", version)
     endpoint = {"endpoint": "ipc:///tmp/layerflow.sock"}
     assert type(connector).requires_piecewise_for_cudagraph(endpoint | extra) is piecewise
+
+
+def _kept(given: dict[str, Any]) -> dict[str, Any]:
+    return {"_vllm_config": given["vllm_config"], "_kv_cache_config": given["kv_cache_config"]}
+
+
+@pytest.mark.parametrize(
+    ("role", "outer", "inert"),
+    [
+        ("WORKER", "MultiConnector", True),
+        ("WORKER", "LayerflowConnector", False),  # its layers are asked about, and refuse the engine
+        ("SCHEDULER", None, True),
+    ],
+)
+def test_with_enable_kv_nz_a_multi_connectors_engine_starts_and_moves_nothing(
+    connector: Any, monkeypatch: pytest.MonkeyPatch, role: str, outer: str | None, inert: bool
+) -> None:
+    kind, module = type(connector), sys.modules[type(connector).__module__]
+    current = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector=outer)) if outer else None
+    current_config = Mock(return_value=current)
+    monkeypatch.setattr(module.vllm_configs, "get_current_vllm_config_or_none", current_config, raising=False)
+    for name in ("check_call", "check_policy", "sizes_of", "SchedulerSide", "HandoffSide", "_steps_overlap"):
+        monkeypatch.setattr(module, name, Mock())
+    monkeypatch.setattr(kind.__mro__[1], "__init__", lambda made, **named: vars(made).update(_kept(named)))
+    config = Mock(additional_config={"enable_kv_nz": True}, kv_events_config=None)
+    config.model_config = SimpleNamespace(runner_type="generate", pooler_config=None, is_prefix_caching_supported=True)
+    config.cache_config.calculate_kv_scales = False
+    config.kv_transfer_config = SimpleNamespace(
+        kv_connector="LayerflowConnector",
+        kv_connector_extra_config={"endpoint": "ipc:///x", "allow_unknown_vllm": True, "name": "e"},
+        is_kv_producer=False,
+        is_kv_consumer=True,
+        kv_role="kv_consumer",
+        kv_load_failure_policy="fail",
+        engine_id="e",
+    )
+    made = kind(config, module.KVConnectorRole[role], SimpleNamespace(kv_cache_groups=[]))
+    assert ("enable_kv_nz" in made._obstacle) is inert
+    layout_of = Mock(side_effect=Unsupported("layer l.0"))
+    monkeypatch.setattr(module, "layout_of", layout_of)
+    with contextlib.nullcontext() if inert else pytest.raises(Unsupported):
+        made.register_kv_caches({})
+    assert layout_of.called is not inert

@@ -134,3 +134,15 @@ class TestAttentionOnNpus:
     def test_other_attention_is_refused(self, layer: Any, reason: str) -> None:
         with pytest.raises(Unsupported, match=rf"layer l\.0: .*{reason}"):
             check_attention("l.0", layer)
+
+    @pytest.mark.parametrize("child", [False, True])
+    @pytest.mark.parametrize("additional", [{"enable_kv_nz": True}, {"enable_kv_nz": False}, {}, None])
+    def test_where_another_connector_may_bring_prompts_in_decodes_order_nothing_is_moved(
+        self, child: bool, additional: dict[str, bool] | None
+    ) -> None:
+        """vLLM-Ascend's Mooncake connectors convert what they load: such an engine answers rightly, and starts."""
+        config = engine()
+        config.additional_config = additional
+        said = obstacle(config, [FullAttentionSpec()], child=child)
+        assert ("MooncakeConnector" in said) is bool(child and additional and additional["enable_kv_nz"])
+        assert ". " not in said

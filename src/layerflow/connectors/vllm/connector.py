@@ -124,7 +124,9 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._named: Layout | None = None
         self._weights: LoadedWeights | None = None
         self._told_of_reading = False
-        self._obstacle = obstacle(vllm_config, layer_specs(kv_cache_config))
+        # In its scheduler's process vLLM has no current configuration: the workers refuse what is no MultiConnector's.
+        child = self._is_child or role == KVConnectorRole.SCHEDULER
+        self._obstacle = obstacle(vllm_config, layer_specs(kv_cache_config), child=child)
         if self._obstacle:
             log.warning("reuse_off", reason=self._obstacle, effect="this engine loads and saves nothing")
         events = vllm_config.kv_events_config

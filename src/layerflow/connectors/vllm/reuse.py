@@ -7,7 +7,7 @@ poolers, caches and fields of caches that are known to be so are listed; what is
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from layerflow.errors import Unsupported
@@ -75,7 +75,8 @@ def check_attention(name: str, layer: Any) -> None:
     """Refuse attention on an NPU of which it is not known that a cache's rows are what was computed for its tokens.
 
     Where vLLM-Ascend quantises a cache, or orders it for decoding, by `kv_role`, prompts that such an engine computes
-    have wrong answers, whatever is loaded: to load and save nothing is no way out.
+    have wrong answers, whatever is loaded: to load and save nothing is no way out. Where another connector may bring all
+    prompts in that order, :func:`obstacle` says so, and no layer is asked about.
 
     :param name: the layer's. :param layer: what vLLM computes it with; None = not known by this name.
     :raises Unsupported: with the layer, and what to do.
@@ -95,16 +96,17 @@ def check_attention(name: str, layer: Any) -> None:
     quantised = getattr(impl, "fa_quant_layer", False) and not getattr(impl, "support_fp8_attention", False)
     if quantised or getattr(impl, "enable_kv_nz", False):
         reason = "with an int8 cache on this device" if quantised else "with enable_kv_nz"
+        mooncake = "leave it out, or have MooncakeConnector bring all prompts, beside layerflow in a MultiConnector"
         raise Unsupported(
             f"layer {name}: {reason}, vLLM-Ascend's decode reads a latent cache in another order than its prefill "
-            f"writes one; leave out {'--kv-cache-dtype' if quantised else 'it'}"
+            f"writes one; {'leave out --kv-cache-dtype' if quantised else mooncake}"
         )
 
 
-def obstacle(vllm_config: Any, layer_specs: Iterable[Any]) -> str:
+def obstacle(vllm_config: Any, layer_specs: Iterable[Any], *, child: bool = False) -> str:
     """Why nothing may be loaded or saved for this engine, a sentence; "" = it may.
 
-    :param layer_specs: vLLM's, of all caches.
+    :param layer_specs: vLLM's, of all caches. :param child: the connector may be one of a MultiConnector's.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     if model.runner_type not in RUNNERS:
@@ -117,6 +119,12 @@ def obstacle(vllm_config: Any, layer_specs: Iterable[Any]) -> str:
         return "vLLM does not reuse prefixes of this model: its tokens' KV, or its answers, depend on more than those"
     if any(getattr(each, "non_causal", False) for each in layer_specs):
         return "some of this model's tokens attend to later ones: their KV does not follow from the tokens before them"
+    ascend = getattr(vllm_config, "additional_config", None)
+    if child and isinstance(ascend, Mapping) and ascend.get("enable_kv_nz"):
+        return (
+            "enable_kv_nz has vLLM-Ascend's decode read a latent cache in another order than its prefill writes one, "
+            "so that all prompts have to come by MooncakeConnector"
+        )
     if getattr(cache, "calculate_kv_scales", False):
         return "calculate_kv_scales takes the scales of the KV cache from each process's first batch: no other has them"
     return ""
