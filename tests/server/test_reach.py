@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,9 +28,11 @@ from layerflow.server.account import Accounts, Allowance, Charge
 from layerflow.server.incoming import IncomingObjects
 from layerflow.server.mailboxes import Mailboxes
 from layerflow.server.search import FEW_CHUNKS, ask_tier, view_of_tier
+from layerflow.server.sources import ObjectSources
 from layerflow.server.tier import tier as real
 from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
-from layerflow.wire.host_messages import Ask, Present
+from layerflow.wire.host_messages import Ask, Present, split_keys
+from layerflow.wire.messages import MAX_PEER_KEYS
 
 ROOT = b"r" * 16
 BLOCK, CHUNK = 2, 4
@@ -84,7 +86,8 @@ class Tier(Arena):
     def holds(self, keys: Sequence[bytes]) -> list[bool]:
         return [False] * len(keys)
 
-    async def ask(self, keys: Sequence[bytes], charge: Charge, until: float) -> frozenset[bytes]:
+    async def ask(self, packed: bytes, charge: Charge, until: float) -> frozenset[bytes]:
+        keys = split_keys(packed)
         assert len(set(keys)) == len(keys)
         self.until.append(until)
         if keys:
@@ -212,7 +215,7 @@ def tier(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[real.Tier, list[Ask]
 
 def ask(tier: real.Tier, keys: Sequence[bytes], answers: list[frozenset[bytes]], within_s: float = 60.0) -> None:
     async def told() -> None:
-        answers.append(await tier.ask(keys, kept, time.monotonic() + within_s))
+        answers.append(await tier.ask(b"".join(keys), kept, time.monotonic() + within_s))
 
     kept = charge()
     Mailboxes().start(kept.account, told())
@@ -292,7 +295,7 @@ async def test_a_question_whose_client_waits_past_its_deadline_is_not_sent(tier)
     told = anyio.Event()
 
     async def question(keys: Sequence[bytes], within_s: float) -> None:
-        answers.append(await asked.ask(keys, client, time.monotonic() + within_s))
+        answers.append(await asked.ask(b"".join(keys), client, time.monotonic() + within_s))
         told.set()
 
     mailboxes = Mailboxes()
@@ -302,6 +305,108 @@ async def test_a_question_whose_client_waits_past_its_deadline_is_not_sent(tier)
     assert answers == [frozenset()] and len(sent) == 1
     asked.host_said(Present(sent[0].id, b"\1" * len(many)))
     assert answers[1] == frozenset(many) and len(sent) == 1
+
+
+async def test_lookups_that_wait_keep_little_of_what_they_ask_for(tier):
+    """A pass of the engine looks up all its waiting requests: none is refused for what the others ask for."""
+    asked, sent = tier
+    asked.settings = PoolSettings(lookup_timeout_ms=600_000)
+    mailboxes, accounts = Mailboxes(), Accounts(lambda: Allowance(64 << 20, 1 << 30))
+    spec, answers = spec_of([STATE], shards=256), list[frozenset[bytes]]()
+    lookups, chunks = 200, real.ASKED_KEYS // 256
+
+    async def look(number: int) -> None:
+        digests = [f"{number:08d}{at:08d}".encode() for at in range(chunks)]
+        with accounts.of(1).charge("a lookup that waits") as kept:
+            answers.append(await ask_tier(Arena(), asked, spec, (digests, chunks * CHUNK, b""), kept))  # type: ignore[arg-type]
+
+    for number in range(lookups):
+        mailboxes.start(accounts.of(1), look(number))
+    assert len(await asked_for(sent, mailboxes)) == 1 and len(asked._questions._pending) == lookups
+    assert accounts.of(1).nbytes < 32 << 20
+    asked.host_lost("for a test")
+    await asked_for(sent, mailboxes)
+    assert answers == [frozenset()] * lookups and not accounts.of(1).nbytes
+
+
+@pytest.mark.parametrize("pieces", [0, 1, 2])
+async def test_a_client_that_may_keep_no_more_is_told_what_has_been_found_by_then(tier, pieces: int):
+    asked, sent = tier
+    asked.settings = PoolSettings(lookup_timeout_ms=600_000)
+    mailboxes, allowed = Mailboxes(), [1 << 30]
+    accounts = Accounts(lambda: Allowance(allowed[0], 1 << 30))
+    spec, answers = spec_of([STATE], shards=1000), list[frozenset[bytes]]()
+    digests, tokens, _ = prompt_of(20 * CHUNK)
+
+    async def look() -> None:
+        with accounts.of(1).charge("a lookup that waits") as kept:
+            allowed[0] = allowed[0] if pieces else kept.nbytes
+            answers.append(await ask_tier(Arena(), asked, spec, (digests, tokens, b""), kept))  # type: ignore[arg-type]
+
+    mailboxes.start(accounts.of(1), look())
+    for piece in range(1, pieces + 1):
+        await asked_for(sent, mailboxes)
+        allowed[0] = 1 << 30 if piece < pieces else accounts.of(1).nbytes
+        asked.host_said(Present(sent[-1].id, b"\1" * real.ASKED_KEYS))
+    await asked_for(sent, mailboxes)
+    longest = keys_of(spec, digests[::-1])
+    assert answers == [frozenset(longest[: pieces * real.ASKED_KEYS])]
+    assert len(sent) == pieces and not accounts.of(1).nbytes
+
+
+class Peers:
+    """They lend nothing of their own accord: what they are asked waits for the test."""
+
+    def __init__(self) -> None:
+        self.asked: list[Sequence[bytes]] = []
+        self.waiting: list[Callable[[frozenset[bytes]], None]] = []
+        self.declined: list[bytes] = []
+
+    def able_peers(self, now: float) -> list[str]:
+        return ["silent"]
+
+    def holds(self, keys: Sequence[bytes]) -> list[bool]:
+        return [False] * len(keys)
+
+    def ask(self, keys: Sequence[bytes], on_done: Callable[[frozenset[bytes]], None], until: float) -> None:
+        self.asked.append(keys)
+        self.waiting.append(on_done)
+
+    def decline(self, keys: Sequence[bytes]) -> None:
+        self.declined += keys
+
+
+@pytest.mark.parametrize("chunks", [300, 300 + MAX_PEER_KEYS // 16])
+async def test_a_silent_peer_keeps_nothing_from_being_asked_of_the_tier(chunks: int) -> None:
+    """However long a peer is silent, a lookup waits for it once a round, and not for each of the tier's pieces."""
+    spec = spec_of([0, 1000], shards=8)
+    digests, tokens, _ = prompt_of(chunks * CHUNK)
+    every = keys_of(spec, digests)
+    behind, peers, answers = Tier(every[:-1]), Peers(), list[frozenset[bytes]]()
+    behind.settings = SimpleNamespace(lookup_timeout_ms=600_000)
+    sources = ObjectSources(behind.settings, behind, peers)  # type: ignore[arg-type]
+    mailboxes, accounts = Mailboxes(), Accounts(lambda: Allowance(1 << 30, 1 << 30))
+
+    async def look() -> None:
+        with accounts.of(1).charge("a lookup that waits") as kept:
+            answers.append(await ask_tier(Arena(), sources, spec, (digests, tokens, b""), kept))  # type: ignore[arg-type]
+
+    mailboxes.start(accounts.of(1), look())
+    await asked_for([], mailboxes)
+    [probed] = behind.asked
+    peers.waiting.pop()(frozenset())
+    await asked_for([], mailboxes)
+    assert sum(behind.asked) == len(every), "the tier is asked for everything while the peer is silent"
+    assert max(behind.asked) == real.ASKED_KEYS and len(peers.asked) == 2
+    first = set(peers.asked[0])
+    assert len(first) == probed
+    left = [key for key in every if key not in first]
+    assert list(peers.asked[1][:MAX_PEER_KEYS]) == left[:MAX_PEER_KEYS], "all that one question takes"
+    assert accounts.of(1).nbytes > 100 * len(peers.asked[1]), "what peers are asked for is counted"
+    peers.waiting.pop()(frozenset(every[-2:]))
+    await asked_for([], mailboxes)
+    assert answers == [frozenset(every)] and not accounts.of(1).nbytes
+    assert set(peers.declined) == set(every[:-1]), "what the tier has too is read from there"
 
 
 class Remembering(Tier):

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from layerflow.boxes import Box
 from layerflow.hits import NO_BLOCKS, SLICE_KEYS, BlockDigests, HitLength, LookupSource, search_hit, sharing_chunks
-from layerflow.keys import DIGEST_BYTES, object_keys
+from layerflow.keys import DIGEST_BYTES, KEY_BYTES, object_keys
 from layerflow.objects import HEADER_BYTES, layer_bytes, object_bytes
 from layerflow.pool import base
 from layerflow.pool.base import Covering, NewObject, Pool
 from layerflow.pool.chunk_index import ANY_LENGTH, NO_CHUNKS, ChunkIndex, merged_sharing, merged_tails, renamed
-from layerflow.server.account import Charge
-from layerflow.server.mailboxes import in_slices, next_turn
+from layerflow.server.account import Charge, Refused
+from layerflow.server.mailboxes import Answer, in_slices, next_turn
+from layerflow.server.sources import ObjectSources
 from layerflow.server.tier.tier import ASKED_KEYS
 from layerflow.spec import ModelSpec, Shard
+from layerflow.wire.host_messages import split_keys
+from layerflow.wire.messages import MAX_PEER_KEYS
 
 if TYPE_CHECKING:
-    from layerflow.server.sources import ObjectSources
+    from layerflow.server.peers.source import PeerSource
     from layerflow.server.tier.tier import Tier
 
 
@@ -136,7 +140,8 @@ FEW_CHUNKS = 16
 """Of so many chunks that only the tier can tell of, all are asked for without probing first."""
 
 KEPT_KEY_BYTES = 192
-"""What a key takes that was asked for, in bytes, while its answer is waited for."""
+"""What a key takes that was asked for or found, in bytes, unless it is packed with others, while an answer is waited
+for."""
 
 
 async def ask_tier(
@@ -161,8 +166,8 @@ async def ask_tier(
     :param charge: of the client that waits.
     :param blocks: the prompt's, to find these.
     :param direct: for workers to whom the arena does not matter.
-    :returns: the keys that the tier has, as far as it has told within ``pool.lookup_timeout_ms``.
-    :raises Refused: the client may not make the server keep the keys that it asks for.
+    :returns: the keys that the tier has, as far as it has told within ``pool.lookup_timeout_ms``, and as far as the
+        client may make the server keep what is asked for.
     """
     digests, tokens, tail_digest = prompt
     until = time.monotonic() + tier.settings.lookup_timeout_ms / 1e3
@@ -195,6 +200,8 @@ async def ask_tier(
 class TierInquiry:
     """What one lookup asks the tier for: some keys at a time, so that it keeps and holds up little.
 
+    Peers are asked for all of a round's keys at once: however long one of them is silent, it is waited for once.
+
     :param known: what need not be asked for.
     :param covering: objects of other partitions are asked for too that may stand in for what is not known.
     :param charge: of the client that waits.
@@ -213,28 +220,79 @@ class TierInquiry:
     async def ask(self, digests: Iterable[bytes], groups: Sequence[int]) -> None:
         """Ask for the objects of these chunks and groups, in this order, as far as there is time.
 
-        :raises Refused: the client may not make the server keep so many keys.
+        Where the client may not make the server keep more, no more is asked, and what has been found counts.
         """
         slice_keys = SLICE_KEYS if self.covering is None else SLICE_KEYS // 8  # of each key others are looked for
-        asked: list[bytes] = []
-        for keys in key_slices(self.spec, list(dict.fromkeys(digests)), groups, slice_keys):
-            there = self.known.lookup(keys)
-            lacking = [key for key, here in zip(keys, there, strict=True) if not here and key not in self.found]
-            # All that may stand in for a chunk's objects of a group are of that chunk and group: none comes twice.
-            asked += with_overlapping_keys(self.covering, lacking)
-            while len(asked) >= ASKED_KEYS:
-                await self._ask(asked[:ASKED_KEYS])
-                del asked[:ASKED_KEYS]
-            await next_turn()
-            if time.monotonic() >= self.until:
-                return
-        if asked:
-            await self._ask(asked)
+        # All that may stand in for a chunk's objects of a group are of that chunk and group: none comes twice.
+        slices = map(self._lacking, key_slices(self.spec, list(dict.fromkeys(digests)), groups, slice_keys))
+        peers = self.tier.peers if isinstance(self.tier, ObjectSources) else None
+        packed = bytearray()
+        with ExitStack() as kept:
+            lent = None
+            if peers is not None and peers.able_peers(time.monotonic()):
+                lent = await self._ask_peers(peers, slices, packed, kept)
+            told = await self._ask_tier(slices, packed)
+            self.found |= told
+            if peers is not None and lent is not None:
+                self.found |= await lent
+                peers.decline(list(told))
 
-    async def _ask(self, keys: list[bytes]) -> None:
-        kept = (len(keys) + len(self.found)) * KEPT_KEY_BYTES
-        with self.charge.account.charge("the keys that a lookup asks the pool behind the arena for", kept):
-            self.found |= await self.tier.ask(keys, self.charge, self.until)
+    def _lacking(self, keys: Sequence[bytes]) -> bytes:
+        """Those of `keys` that are to be asked for, and what may stand in for them, packed."""
+        there = self.known.lookup(keys)
+        lacking = [key for key, here in zip(keys, there, strict=True) if not here and key not in self.found]
+        return b"".join(with_overlapping_keys(self.covering, lacking))
+
+    async def _ask_peers(
+        self, peers: PeerSource, slices: Iterator[bytes], packed: bytearray, kept: ExitStack
+    ) -> Answer[frozenset[bytes]] | None:
+        """Ask peers for as much of a round as one question takes; None = for nothing.
+
+        :param packed: what is taken from `slices` is added here.
+        :param kept: has the charge of what the question and its answer keep.
+        """
+        keys: list[bytes] = []
+        while len(keys) < MAX_PEER_KEYS and time.monotonic() < self.until and (more := next(slices, None)) is not None:
+            packed += more
+            keys += split_keys(more)
+            await next_turn()
+        if not keys:
+            return None
+        what = "the keys that a lookup asks peers for"
+        try:
+            charge = kept.enter_context(self.charge.account.charge(what, len(keys) * KEPT_KEY_BYTES))
+        except Refused:
+            return None
+        answer = Answer[frozenset[bytes]](self.charge)
+
+        def answered(lent: frozenset[bytes]) -> None:
+            charge.resize(len(lent) * KEPT_KEY_BYTES)
+            answer.tell(lent)
+
+        peers.ask(keys, answered, self.until)
+        return answer
+
+    async def _ask_tier(self, slices: Iterator[bytes], packed: bytearray) -> set[bytes]:
+        """Ask the tier for a round's keys, those in `packed` first. What it has of them."""
+        told: set[bytes] = set()
+        piece_bytes = ASKED_KEYS * KEY_BYTES
+        while True:
+            while len(packed) < piece_bytes and (more := next(slices, None)) is not None:
+                packed += more
+                await next_turn()
+                if time.monotonic() >= self.until:
+                    return told
+            if not packed or time.monotonic() >= self.until:
+                return told
+            piece = bytes(packed[:piece_bytes])
+            del packed[:piece_bytes]
+            kept = len(piece) + len(packed) + (len(self.found) + len(told)) * KEPT_KEY_BYTES
+            try:
+                charge = self.charge.account.charge("what a lookup asks the pool behind the arena for", kept)
+            except Refused:
+                return told
+            with charge:
+                told |= await self.tier.ask(piece, self.charge, self.until)
 
 
 def with_overlapping_keys(covering: Covering | None, keys: Iterable[bytes]) -> list[bytes]:

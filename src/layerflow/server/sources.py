@@ -15,7 +15,6 @@ from layerflow.pool.base import NewObject
 from layerflow.pool.chunk_index import NO_CHUNKS, ChunkIndex
 from layerflow.server.account import Charge
 from layerflow.server.incoming import IncomingObject, StepKey
-from layerflow.server.mailboxes import Answer
 from layerflow.server.tier.tier import Tier
 from layerflow.server.tier.writes import WriteCommand
 from layerflow.wire.host_messages import Cleared
@@ -43,19 +42,9 @@ class ObjectSources:
             return behind
         return [any(pair) for pair in zip(behind, self.peers.holds(keys), strict=True)]
 
-    async def ask(self, keys: Sequence[bytes], charge: Charge, until: float) -> frozenset[bytes]:
-        """Ask both at the same time which of `keys` can be brought; parameters as of :meth:`.Tier.ask`."""
-        lent = Answer[frozenset[bytes]](charge)
-        if self.peers is not None:
-            self.peers.ask(keys, lent.tell, until)
-        else:
-            lent.tell(frozenset())
-        found = frozenset[bytes]()
-        if self.tier is not None:
-            found = await self.tier.ask(keys, charge, until)
-            if self.peers is not None:
-                self.peers.decline(list(found))
-        return found | await lent
+    async def ask(self, keys: bytes, charge: Charge, until: float) -> frozenset[bytes]:
+        """Ask the tier, and no peer, which of `keys` can be brought; parameters as of :meth:`.Tier.ask`."""
+        return await self.tier.ask(keys, charge, until) if self.tier is not None else frozenset()
 
     def worth_fetching(self, found: frozenset[bytes], compute_s: float, objects: int) -> frozenset[bytes]:
         """Less what peers have, where reading it would take longer than computing it.

@@ -152,7 +152,7 @@ class PeerSource:
         """Call `on_done` once, perhaps at once, by `until` (monotonic seconds), with the `keys` that peers lend."""
         now = time.monotonic()
         timeout_s = min(self._settings().peers.lookup_timeout_ms / 1e3, until - now)
-        able = [peer for peer in self.peers.values() if self.able(peer, now)]
+        able = self.able_peers(now)
         hidden = self._hidden.among(keys, now)
         wanted = [key for key in keys if key not in hidden][:MAX_PEER_KEYS]
         if not wanted or not able or timeout_s <= 0:
@@ -165,6 +165,10 @@ class PeerSource:
             on_done(answer.found)
 
         self.questions.ask(able, wanted, answered, timeout_s=timeout_s, lease_ms=lease_ms)
+
+    def able_peers(self, now: float) -> list[PeerAttachment]:
+        """Return the peers that can be read from now."""
+        return [peer for peer in self.peers.values() if self.able(peer, now)]
 
     def able(self, peer: PeerAttachment, now: float) -> bool:
         """Return whether a peer can be read from now."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -22,7 +23,7 @@ from layerflow.config.settings import PoolSettings
 from layerflow.expiring import ExpiringSet
 from layerflow.flow.events import Event, HostLost, WriteOpened
 from layerflow.hosts.backend import IndexEntry, ObjectStatus
-from layerflow.keys import describe_key
+from layerflow.keys import KEY_BYTES, describe_key
 from layerflow.observe.collectors import TierStatistics
 from layerflow.pool.base import NewObject, Pool
 from layerflow.pool.chunk_index import NO_CHUNKS, ChunkIndex
@@ -78,11 +79,15 @@ class PendingLookup:
     """
 
     asker: Asker
-    keys: Sequence[bytes]
     packed: bytes
     on_done: list[Callable[[frozenset[bytes]], None]]
     timer: asyncio.TimerHandle
     sent: bool = False
+
+    @property
+    def keys(self) -> int:
+        """How many are asked for."""
+        return len(self.packed) // KEY_BYTES
 
 
 class Questions:
@@ -103,24 +108,24 @@ class Questions:
     def ask(
         self,
         name: Hashable,
-        keys: Sequence[bytes],
+        packed: bytes,
         on_done: Callable[[frozenset[bytes]], None],
         timeout_s: float,
     ) -> None:
-        """Call `on_done` once with those of `keys` that are there; with none of them where no answer comes in time.
+        """Call `on_done` once with those keys that are there; with none of them where no answer comes in time.
 
         :param name: of the one who asks, whose other questions it waits behind; see :data:`ASKED_KEYS`.
+        :param packed: the keys, of 24 bytes each: a question that waits keeps no more of them.
         """
-        packed = b"".join(keys)
         if packed in self._by_keys:
             self._pending[self._by_keys[packed]].on_done.append(on_done)
             return
         number = self._by_keys[packed] = next(self._numbers)
         asker = self._askers.setdefault(name, Asker(name))
         timer = asyncio.get_running_loop().call_later(timeout_s, self._expired, number)
-        self._pending[number] = PendingLookup(asker, keys, packed, [on_done], timer)
+        self._pending[number] = question = PendingLookup(asker, packed, [on_done], timer)
         self.asked += 1
-        self.asked_keys += len(keys)
+        self.asked_keys += question.keys
         asker.waiting.append(number)
         self._go_on(asker)
 
@@ -128,8 +133,7 @@ class Questions:
         """The host's answer; perhaps to a question that has expired."""
         question = self._pending.get(message.id)
         if question is not None:
-            present = zip(question.keys, message.present, strict=False)
-            self._answer(message.id, frozenset(key for key, there in present if there))
+            self._answer(message.id, frozenset(itertools.compress(split_keys(question.packed), message.present)))
             self._go_on(question.asker)
 
     def give_up(self) -> None:
@@ -150,13 +154,13 @@ class Questions:
         while asker.waiting:
             number = asker.waiting[0]
             question = self._pending.get(number)
-            if question is not None and asker.keys and asker.keys + len(question.keys) > ASKED_KEYS:
+            if question is not None and asker.keys and asker.keys + question.keys > ASKED_KEYS:
                 return
             asker.waiting.popleft()
             if question is None:  # its deadline has come meanwhile
                 continue
             question.sent = True
-            asker.keys += len(question.keys)
+            asker.keys += question.keys
             left_s = question.timer.when() - asyncio.get_running_loop().time()
             if not self._send(Ask(number, question.packed, max(1, round(left_s * 1e3)))):
                 self._answer(number, frozenset())
@@ -169,7 +173,7 @@ class Questions:
             question.timer.cancel()
             del self._by_keys[question.packed]
             if question.sent:
-                question.asker.keys -= len(question.keys)
+                question.asker.keys -= question.keys
             for on_done in question.on_done:
                 on_done(present)
 
@@ -265,19 +269,23 @@ class Tier:
         """Is the object in the tier's index, and can it be read? Of a tier without an index it is not known."""
         return self._offering and key in self._index and not self._hidden.among([key], time.monotonic())
 
-    async def ask(self, keys: Sequence[bytes], charge: Charge, until: float) -> frozenset[bytes]:
+    async def ask(self, keys: bytes, charge: Charge, until: float) -> frozenset[bytes]:
         """Ask the backend which of `keys` can be brought; one with an index has said so already.
 
+        :param keys: of 24 bytes each.
         :param charge: of the client that waits.
         :param until: the answer comes by then, monotonic seconds.
         """
-        hidden = self._hidden.among(keys, time.monotonic())
-        wanted = [key for key in keys if key not in hidden] if self._offering and not self.indexed else []
+        if not self._offering or self.indexed:
+            return frozenset()
+        hidden = self._hidden.among(split_keys(keys), time.monotonic())
+        if hidden:
+            keys = b"".join(key for key in split_keys(keys) if key not in hidden)
         timeout_s = until - time.monotonic()
-        if not wanted or timeout_s <= 0:
+        if not keys or timeout_s <= 0:
             return frozenset()
         answer = Answer[frozenset[bytes]](charge)
-        self._questions.ask(charge.account, wanted, answer.tell, timeout_s)
+        self._questions.ask(charge.account, keys, answer.tell, timeout_s)
         return await answer
 
     def _which(self, keys: Sequence[bytes], on_done: Callable[[frozenset[bytes]], None]) -> None:
@@ -285,7 +293,7 @@ class Tier:
         if self.indexed:
             on_done(frozenset(key for key in keys if key in self._index))
         else:
-            self._questions.ask(self, keys, on_done, ASK_S)
+            self._questions.ask(self, b"".join(keys), on_done, ASK_S)
 
     def hide(self, keys: Sequence[bytes]) -> int:
         """Do not offer these for a while: reading them has failed. Return how many they are."""
