@@ -28,3 +28,23 @@ def test_what_several_messages_name_is_removed_with_the_last(bench: MakeBench) -
     assert set(one.backend._objects) == {key_of(3)}
     assert one.calls(1) == ["hide 2"], "in one call"
     assert not lane._named, "nor is kept what a server named that did not go on"
+
+
+def test_the_last_keys_of_a_purge_whose_first_ones_were_dropped_are_not_all_of_it(bench: MakeBench) -> None:
+    one = bench()
+    one.store(THREE)
+    lane = one.lane = LookupLane(one.backend, one.told.put, one.backend_calls)
+    now = time.monotonic()
+    messages = (
+        (Clear(7, key_of(1), 1, last=False), now - 60.0),
+        (Clear(8, key_of(3), 60_000), now),
+        (Clear(7, key_of(2), 60_000, last=False), now),
+        (Clear(7, key_of(2), 60_000), now),
+    )
+    for message in messages:
+        lane.put(message)
+    lane.start()
+    first, other, *later = (one.hear() for _ in messages)
+    assert first == Cleared(7, 0) and "the 1 objects" in other.reason
+    assert all(told.id == 7 and "its time was over" in told.reason for told in later)
+    assert set(one.backend._objects) == {key_of(1), key_of(2)} and not lane._named

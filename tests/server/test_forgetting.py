@@ -289,7 +289,7 @@ def test_while_the_tier_is_purged_it_offers_nothing(embed, tmp_path):
 
 def test_a_tier_that_was_not_purged_in_time_offers_what_it_has(embed, tmp_path, monkeypatch):
     world = World(embed, pool=PATIENT["pool"] | {"disk": {"path": str(tmp_path / "tier")}})
-    monkeypatch.setattr(forget, "CLEAR_S", 0.1)
+    monkeypatch.setattr(forget, "CLEAR_S", tier.ANSWER_S + 0.1)
     with world.worker() as worker, closing(world.control):
         gone, _ = on_disk_and_in_both(world, worker)
         with stopped(world.tier["host"]["pid"]):

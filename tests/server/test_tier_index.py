@@ -167,6 +167,29 @@ async def test_a_host_is_told_of_more_of_a_purge_once_it_has_read_what_it_was_to
     assert [(message.keys, message.last) for message in sent] == [(b"", True)]
 
 
+@pytest.mark.parametrize("told_first", [0, 2])
+async def test_a_purge_that_leaves_the_host_no_time_ends_with_a_reason(
+    tier: Tier, told_first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What writes under way or the first messages have used up is not given to the last keys alone."""
+    sent: list[Clear] = []
+
+    def send(message: Clear) -> bool:
+        sent.append(message)
+        if len(sent) == told_first:
+            monkeypatch.setattr(tier_module, "ANSWER_S", 60.0)
+        asyncio.get_running_loop().call_soon(tier.host_said, Cleared(message.id, 0))
+        return True
+
+    monkeypatch.setattr(tier._host, "send", send)
+    if not told_first:
+        monkeypatch.setattr(tier_module, "ANSWER_S", 60.0)
+    keys = [at.to_bytes(24, "big") for at in range(3 * CLEARED_PER_SLICE)]
+    cleared = await tier.clear(keys, 60.0)
+    assert "could not be told of all objects" in cleared.reason and not tier._clearing
+    assert len(sent) == told_first and not any(message.last for message in sent)
+
+
 async def test_a_backend_with_an_index_is_told_no_keys_of_a_purge(tier: Tier) -> None:
     tier.host_said(Up({}, True, 7))
     tier.host_said(told(*KEYS))

@@ -522,6 +522,10 @@ class Hide:
     keys: Sequence[bytes]
 
 
+MAX_DROPPED_PURGES = 64
+"""Purges of which it is remembered that their keys were dropped: what comes of one later is not taken for all of it."""
+
+
 class LookupLane(Lane[tuple[Ask | Clear, float] | Hide]):
     """Items are messages with the moment they came, and what the fetch thread found broken.
 
@@ -533,6 +537,7 @@ class LookupLane(Lane[tuple[Ask | Clear, float] | Hide]):
         self._backend, self._tell, self._backend_calls = backend, tell, backend_calls
         self._waiting: deque[tuple[Ask | Clear, float] | Hide] = deque()
         self._named: dict[int, tuple[float, list[bytes]]] = {}  # by purge, until when, and its keys so far
+        self._dropped: deque[int] = deque(maxlen=MAX_DROPPED_PURGES)  # whose time was over before their last keys came
         self.began = math.inf  #: when the call that is under way began, on the monotonic clock
 
     def _accept(self, item: tuple[Ask | Clear, float] | Hide) -> None:
@@ -561,7 +566,11 @@ class LookupLane(Lane[tuple[Ask | Clear, float] | Hide]):
 
     def _clear(self, message: Clear, until: float) -> Cleared:
         now = time.monotonic()
+        self._dropped += (number for number, (end, _) in self._named.items() if end <= now)
         self._named = {number: (end, keys) for number, (end, keys) in self._named.items() if end > now}
+        if message.id in self._dropped:
+            why = "its time was over before its last keys came, and nothing was removed; purge again"
+            return Cleared(message.id, 0, why)
         _, keys = self._named.setdefault(message.id, (until, []))
         keys += split_keys(message.keys)
         if not message.last:

@@ -378,22 +378,23 @@ class Tier:
                 await self._writes.ended()
                 named = () if self.indexed else keys
                 start = 0
-                while True:
+                while (left_s := until - ANSWER_S - time.monotonic()) > 0:
                     few = named[start : start + CLEARED_PER_SLICE]
                     start += len(few)
                     answer: asyncio.Future[Cleared] = loop.create_future()
                     self._clearing[number] = answer
-                    left_ms = max(1, round((until - ANSWER_S - time.monotonic()) * 1e3))
-                    if not self._host.send(Clear(number, b"".join(few), left_ms, start == len(named))):
+                    clear = Clear(number, b"".join(few), max(1, round(left_s * 1e3)), start == len(named))
+                    if not self._host.send(clear):
                         return Cleared(number, 0, "its host process is not running; purge again when it is")
                     cleared = await answer
                     if cleared.reason or start == len(named):
                         return cleared
+                why = "could not be told of all objects"
         except TimeoutError:
-            why = f"it did not answer within {timeout_s:g} s, and offers what it still has; purge again"
-            return Cleared(number, 0, why)
+            why = "did not answer"
         finally:
             self._clearing.pop(number, None)
+        return Cleared(number, 0, f"it {why} within {timeout_s:g} s, and offers what it still has; purge again")
 
     def obey(self, command: WriteCommand) -> None:
         """What the core wants done on the way to the tier."""
