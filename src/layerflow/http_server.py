@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, Iterator
+from enum import IntEnum
 from typing import Any
 
 import uvicorn
@@ -23,6 +24,12 @@ KEEP_ALIVE_S = 75
 idle connection holds up nobody, see :class:`UvicornServer`."""
 HEAD_S = 8.0
 """How long a request's head may take, from the connection or from its first byte, in seconds."""
+SLOWEST_BODY = 16 << 10
+"""Bytes per second of a request's body: slower ones hold a connection that others need."""
+HEAD_GRACE_S = 1.0
+"""A head that takes longer makes room for a new connection, in seconds: decent ones are shorter even over a bad link."""
+BODY_GRACE_S = 3.0
+"""So does a body that is further behind :data:`SLOWEST_BODY`, in seconds."""
 
 
 class UvicornServer(uvicorn.Server):
@@ -30,9 +37,10 @@ class UvicornServer(uvicorn.Server):
 
     :param backlog: connections that wait to be accepted.
     :param accepting: called once requests are accepted.
-    :param most: connections at once. One more takes the place of the one that has waited longest without a request, or
-        else of the one whose request, its body included, has been coming for longest: who sends as a decent client does
-        has ended before. Where every request is whole, it is closed.
+    :param most: connections at once. One more takes another's place, the longest one's of the first kind that there is:
+        without a request; with a head that has not come for longer than a decent one takes; with a body slower than
+        :data:`SLOWEST_BODY`; with a head that may be coming. Else it is closed itself: requests that are whole, or come
+        as a decent client's do, are ended for nobody.
     """
 
     def __init__(
@@ -107,6 +115,16 @@ def _refused(host: str, port: int, error: OSError, advice: str) -> ConfigError:
     return ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; {advice}")
 
 
+class _Claim(IntEnum):
+    """A connection's to its place, the weakest first."""
+
+    IDLE = 0
+    SLOW_HEAD = 1
+    SLOW_BODY = 2
+    NEW = 3
+    REQUEST = 4
+
+
 def _bounded(most: int) -> type[asyncio.Protocol]:
     """uvicorn's protocol of one connection, for a server that has at most so many."""
 
@@ -115,15 +133,15 @@ def _bounded(most: int) -> type[asyncio.Protocol]:
         def __init__(self, *args: Any, **more: Any) -> None:
             super().__init__(*args, **more)
             self._head_timer: asyncio.TimerHandle | None = None
-            self._since = 0.0  #: without a request, or with one that is coming
+            self._since = 0.0  #: without a request, with a head that is coming, or with a body that is
+            self._body_bytes = 0  #: of the request that is coming
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self._await_head()
             if len(self.connections) > most:
                 others: set[Any] = self.connections
-                waiting = [one for one in others if not one.served]
-                ended = min(waiting, key=lambda one: (one.asked, one._since))
+                ended = min(others, key=lambda one: (one.claim, one._since))
                 self.connections.discard(ended)  # no next one takes its place again before it is lost
                 ended.transport.abort()
             elif not leaves(transport.get_extra_info("socket").fileno(), FOR_HTTP):
@@ -140,19 +158,30 @@ def _bounded(most: int) -> type[asyncio.Protocol]:
             return self.busy or self._head_timer is not None
 
         @property
-        def served(self) -> bool:
-            """Has a request come whole, and not been answered?"""
-            return self.busy and not self.cycle.more_body
+        def claim(self) -> _Claim:
+            """How good its claim is to its place. A new connection's is weaker than that of a decent request."""
+            lasted = self.loop.time() - self._since
+            if self.busy:
+                slow = self.cycle.more_body and lasted > BODY_GRACE_S + self._body_bytes / SLOWEST_BODY
+                return _Claim.SLOW_BODY if slow else _Claim.REQUEST
+            if not self.asked:
+                return _Claim.IDLE
+            return _Claim.SLOW_HEAD if lasted > HEAD_GRACE_S else _Claim.NEW
 
         def data_received(self, data: bytes) -> None:
             if not self.asked:
                 self._await_head()
             super().data_received(data)
-            if self.busy:
+            if not self.busy:
+                return
+            if self._head_timer is None:
+                self._body_bytes += len(data)
+            else:
                 self._stop_timer()
+                self._since, self._body_bytes = self.loop.time(), len(self.cycle.body)
 
         def on_response_complete(self) -> None:
-            self._since = self.loop.time()
+            self._since, self._body_bytes = self.loop.time(), 0
             super().on_response_complete()
 
         def _await_head(self) -> None:

@@ -11,6 +11,7 @@ import anyio.lowlevel
 import httpx
 import pytest
 
+from layerflow import http_server
 from layerflow.config.proxy import ProxySettings
 from layerflow.proxy import exchange, routes, serve
 from layerflow.proxy.answers import make_event
@@ -143,6 +144,7 @@ async def test_bodies_that_come_slowly_make_room_for_others():
 async def test_bodies_that_drip_take_no_connection_from_others(monkeypatch):
     """One client holds every connection with a body that never ends."""
     monkeypatch.setattr(serve, "_most_connections", lambda: 4)
+    monkeypatch.setattr(http_server, "BODY_GRACE_S", -1.0)
     with StubEngine() as prefiller, StubEngine() as decoder:
         async with proxied(prefiller, decoder) as scene, contextlib.AsyncExitStack() as open_ones:
             host, port = scene.url.removeprefix("http://").split(":")

@@ -29,11 +29,13 @@ class World:
     def __init__(self) -> None:
         self.may_answer = asyncio.Event()
         self.asked = 0
+        self.received = 0  # bytes of bodies
 
         async def answer(request: Request) -> Response:
             self.asked += 1
             with contextlib.suppress(ClientDisconnect):
-                await request.body()
+                async for piece in request.stream():
+                    self.received += len(piece)
                 await self.may_answer.wait()
             return Response(b"yes")
 
@@ -55,6 +57,12 @@ class World:
         writer.write(said)
         await writer.drain()
         return reader, writer
+
+
+@pytest.fixture
+def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every body that has not come yet is late."""
+    monkeypatch.setattr(http_server, "BODY_GRACE_S", -1.0)
 
 
 @pytest.fixture
@@ -106,7 +114,8 @@ async def test_one_too_many_takes_the_place_of_who_waits_longest(world: World) -
     assert await answered(newest)
 
 
-async def test_one_too_many_takes_the_place_of_whose_request_has_been_coming_for_longest(world: World) -> None:
+@pytest.mark.usefixtures("no_grace")
+async def test_one_too_many_takes_the_place_of_whose_body_has_been_dripping_for_longest(world: World) -> None:
     oldest = await world.connect(BEGUN)
     await until(world, 1)
     busy = await world.connect(GET)
@@ -121,6 +130,82 @@ async def test_one_too_many_takes_the_place_of_whose_request_has_been_coming_for
     world.may_answer.set()
     assert await answered(busy)
     assert await answered(newest)
+
+
+async def upload(world: World) -> Connection:
+    """A client that has sent half of its body, a minute's worth of a slow link."""
+    body = bytes(1 << 20)
+    coming = await world.connect(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (2 * len(body)) + body)
+    async with asyncio.timeout(PATIENCE_S):
+        while world.received < len(body):  # noqa: ASYNC110 - of the server's inner life
+            await asyncio.sleep(0.005)
+    return coming
+
+
+async def ends_well(world: World, coming: Connection) -> bool:
+    coming[1].write(bytes(1 << 20))
+    world.may_answer.set()
+    return await answered(coming)
+
+
+@pytest.mark.parametrize("head_grace_s", [-1.0, 600.0])
+@pytest.mark.usefixtures("no_grace")
+async def test_connections_that_send_nothing_end_each_other_and_no_upload(
+    world: World, monkeypatch: pytest.MonkeyPatch, head_grace_s: float
+) -> None:
+    monkeypatch.setattr(http_server, "HEAD_GRACE_S", head_grace_s)
+    coming = await upload(world)
+    silent = [await world.connect() for _ in range(8)]
+    for one in silent[:-1]:
+        assert await closed(one), "it makes room for the next one"
+    busy = await world.connect(GET)
+    await until(world, 2)
+    assert await closed(silent[-1])
+    assert await closed(await world.connect()), "one is being answered, and the other's body comes"
+    assert await ends_well(world, coming)
+    assert await answered(busy)
+
+
+@pytest.mark.usefixtures("no_grace")
+async def test_uploads_do_not_end_each_other(world: World) -> None:
+    coming = await upload(world)
+    busy = await world.connect(GET)
+    await until(world, 2)
+    for _ in range(3):
+        assert await closed(await world.connect(BEGUN)), "it was there first"
+    assert await ends_well(world, coming)
+    assert await answered(busy)
+
+
+async def test_a_body_that_has_just_begun_is_not_late(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "BODY_GRACE_S", 600.0)
+    begun = [await world.connect(BEGUN) for _ in range(2)]
+    await until(world, 2)
+    assert await closed(await world.connect(GET))
+    world.may_answer.set()
+    for reader, writer in begun:
+        writer.write(b"b" * 999)
+        assert await answered((reader, writer))
+
+
+@pytest.mark.parametrize("head_grace_s", [-1.0, 600.0])
+@pytest.mark.usefixtures("no_grace")
+async def test_a_head_that_does_not_come_makes_room_before_a_body_that_drips(
+    world: World, monkeypatch: pytest.MonkeyPatch, head_grace_s: float
+) -> None:
+    monkeypatch.setattr(http_server, "HEAD_GRACE_S", head_grace_s)
+    monkeypatch.setattr(http_server, "HEAD_S", 600.0)
+    dripping = await world.connect(BEGUN)
+    await until(world, 1)
+    silent = await world.connect(b"GET / HT")
+    newest = await world.connect(GET)
+    late, left = (silent, dripping) if head_grace_s < 0 else (dripping, silent)
+    assert await closed(late)
+    await until(world, 2)
+    world.may_answer.set()
+    assert await answered(newest)
+    left[1].write(b"b" * 999 if left is dripping else b"TP/1.1\r\nHost: x\r\n\r\n")
+    assert await answered(left)
 
 
 async def test_who_waits_without_a_request_makes_room_before_a_body_that_comes(world: World) -> None:
@@ -150,6 +235,7 @@ async def test_an_answer_that_broke_off_holds_no_connection_for_who_does_not_rea
     unread[1].close()
 
 
+@pytest.mark.usefixtures("no_grace")
 async def test_many_at_once_take_a_place_each(world: World) -> None:
     slow = [await world.connect(BEGUN) for _ in range(2)]
     await until(world, 2)

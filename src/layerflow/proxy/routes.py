@@ -22,6 +22,7 @@ from starlette.routing import Route
 
 from layerflow.config.proxy import InstanceAddress, ProxySettings, instance_addresses
 from layerflow.errors import ProxyError
+from layerflow.http_server import SLOWEST_BODY
 from layerflow.proxy.answers import ClientGone, ClientResponse, Send, error_body
 from layerflow.proxy.context import AbortReason, BodyShare, OpenRequest, ProxyContext
 from layerflow.proxy.instances import Instance, InstanceRole
@@ -34,8 +35,6 @@ from layerflow.proxy.request import CHAT, COMPLETIONS, NOT_JSON, header, read_re
 
 
 _SMALL_BYTES = 4 << 20
-_SLOWEST = 16 << 10
-"""Bytes per second of a body, beside ``idle_timeout_s`` once: slower ones hold a connection that others need."""
 _QUERY = "!$&'()*+,;=:@/?%"  # RFC 3986, and what is quoted already
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
@@ -53,12 +52,12 @@ async def read_body(receive: Receive, settings: ProxySettings, share: BodyShare,
     began = heard = anyio.current_time()
     while True:
         silent_at = heard + settings.idle_timeout_s
-        slow_at = began + settings.idle_timeout_s + len(content) / _SLOWEST
+        slow_at = began + settings.idle_timeout_s + len(content) / SLOWEST_BODY
         with anyio.CancelScope(deadline=min(silent_at, slow_at)) as share.waiting:
             message = await receive()
         if share.waiting.cancelled_caught and not share.given_up:
             if slow_at < silent_at:
-                raise ProxyError(f"the request's body came at less than {_SLOWEST} bytes/s", 408)
+                raise ProxyError(f"the request's body came at less than {SLOWEST_BODY} bytes/s", 408)
             raise ProxyError(f"the request's body did not come in {settings.idle_timeout_s:g} s", 408)
         if share.given_up:
             raise ProxyError(
