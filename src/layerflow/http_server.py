@@ -24,10 +24,12 @@ KEEP_ALIVE_S = 75
 idle connection holds up nobody, see :class:`UvicornServer`."""
 HEAD_S = 8.0
 """How long a request's head may take, from the connection or from its first byte, in seconds."""
+_HEAD_BYTES = 64 << 10
+"""Most of a request's head, and of its trailers."""
 SLOWEST_BODY = 16 << 10
 """Bytes per second of a request's body: slower ones hold a connection that others need."""
 HEAD_GRACE_S = 1.0
-"""A head that takes longer makes room for a new connection, in seconds: decent ones are shorter even over a bad link."""
+"""A head that takes longer makes room for a new connection, in seconds: over a bad link, too, decent ones take less."""
 BODY_GRACE_S = 3.0
 """So does a body that is further behind :data:`SLOWEST_BODY`, in seconds."""
 
@@ -49,6 +51,7 @@ class UvicornServer(uvicorn.Server):
         config = uvicorn.Config(
             app,
             http=_bounded(most),
+            h11_max_incomplete_event_size=_HEAD_BYTES,
             lifespan="off",
             ws="none",
             access_log=False,

@@ -271,6 +271,23 @@ async def test_headers_and_trailers_have_a_size(world: World, begun: bytes) -> N
     assert kept < 1 << 20
 
 
+async def test_a_head_of_40_kib_may_come_in_pieces(world: World) -> None:
+    world.may_answer.set()
+    begun = b"GET / HTTP/1.1\r\nHost: x\r\n" + (b"X: " + b"x" * 1019 + b"\r\n") * 40
+    coming = await world.connect(begun)
+    async with asyncio.timeout(PATIENCE_S):
+        while not any(len(buffer) == len(begun) for buffer in _buffers(world)):  # noqa: ASYNC110 - of its inner life
+            await asyncio.sleep(0.005)
+    coming[1].write(b"\r\n")
+    assert await answered(coming)
+
+
+def _buffers(world: World) -> list[bytes]:
+    """What the server has read of each connection's head."""
+    connections = [one for one in world.server.server_state.connections if isinstance(one, H11Protocol)]
+    return [bytes(one.conn._receive_buffer) for one in connections]
+
+
 @pytest.mark.parametrize("said", [b"", b"GET / HT"])
 async def test_a_request_s_head_has_to_come(monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
     world = World()
