@@ -20,7 +20,7 @@ from layerflow.proxy.request import CHAT, COMPLETIONS, MOST_NAMES, Body, parse_b
 from layerflow_testing.stub_engine import Behaviour, StubEngine
 
 from .raw_engine import RawEngine, raw_answer
-from .scene import OPERATOR, ORDERS, ROOM, ended, numbered, proxied, said, settled
+from .scene import OPERATOR, ORDERS, ROOM, at, ended, numbered, proxied, said, settled
 
 
 def indices(answer: httpx.Response) -> list[int]:
@@ -258,6 +258,66 @@ async def test_the_answers_to_a_list_count_among_what_the_proxy_keeps(order, roo
             health = await settled(scene)
             assert await scene.metric("layerflow_proxy_request_bytes") == 0
             assert {one["state"] for one in health["prefill"] + health["decode"]} == {"up"}, "not the engines' fault"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_work_that_is_done_is_not_thrown_away_where_bodies_take_all_the_room(stream):
+    """What a prefill engine answers is read and let go of; the client's answer is an ordinary one."""
+    decoded = Behaviour() if stream else Behaviour(raw=_large(60 << 10))
+    with StubEngine(Behaviour(raw=_large(200 << 10))) as prefiller, StubEngine() as decoder:
+        decoder.answer_for = lambda seen: Behaviour(first_s=60) if "b" in seen.body["prompt"] else decoded
+        async with (
+            proxied(prefiller, decoder, order="prefill-first", max_requests_bytes="100KiB") as scene,
+            anyio.create_task_group() as tasks,
+        ):
+            tasks.start_soon(lambda: scene.complete(prompt="b" * 50_000))
+            await at(decoder)
+            answer = await scene.complete(prompt="a" * 30_000, stream=stream)
+            assert answer.status_code == 200, answer.text
+            refused = await scene.complete(prompt="a" * 50_000)
+            assert refused.status_code == 503 and "room for the request's body" in refused.text
+            tasks.cancel_scope.cancel()
+
+
+def test_the_last_eighth_is_for_answers_and_each_request_has_room_for_an_ordinary_one():
+    budget = BodyBudget(1 << 20)
+    with budget.share() as full, budget.share() as coming, budget.share() as new:
+        full.add((7 << 17) - 100)
+        full.complete()
+        with pytest.raises(ProxyError, match="no room for the request's body"):
+            new.add(101)
+        new.end()
+        coming.add(100)
+        full.part().add(1 << 17)
+        assert budget.nbytes == 1 << 20, "all of it is used"
+        with budget.share() as ordinary:
+            ordinary.complete()
+            first, second = ordinary.part(), ordinary.part()
+            first.part().add(40 << 10)
+            second.part().add(24 << 10)
+            with pytest.raises(ProxyError, match="no room for an answer"):
+                second.part().add(1)
+            assert not coming.given_up, "its room would not have been enough"
+            assert budget.nbytes == (1 << 20) + (64 << 10) + 1, "what is held counts"
+            first.end()
+            second.end()
+            ordinary.part().add(64 << 10)
+    assert budget.nbytes == 0
+
+
+def test_an_answer_has_the_room_of_bodies_that_come():
+    budget = BodyBudget(1 << 20)
+    with budget.share() as whole, budget.share() as oldest, budget.share() as newer:
+        whole.add(1 << 10)
+        whole.complete()
+        oldest.add(400 << 10)
+        newer.add(400 << 10)
+        with budget.share() as other:
+            other.add(1 << 10)
+            other.complete()
+            whole.part().add(500 << 10)
+            assert oldest.given_up and not newer.given_up
+            assert budget.nbytes == (902 << 10)
 
 
 async def test_the_answers_to_a_list_are_let_go_of_as_they_are_sent():

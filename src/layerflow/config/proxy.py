@@ -165,9 +165,10 @@ class ProxySettings(Section):
     )
     max_requests_bytes: Size = setting(
         1 << 30,
-        "The bodies of all open requests, and of answers to them that are no streams, together, each counted once. "
-        "Past it those requests that have been coming for longest are given up, and then new ones, or those whose "
-        "answer has no room, are answered 503.",
+        "The bodies of all open requests, and of decoders' answers to them that are no streams, together, each counted "
+        "once. The last eighth is for answers; the first 64 KiB of each request's always have room. Past it those "
+        "requests that have been coming for longest are given up, and then new ones, or those whose answer has no "
+        "room, are answered 503.",
         unit="bytes",
         ge=1 << 10,
         le=1 << 40,

@@ -206,18 +206,23 @@ class ProxyMetrics:
 # What clients' bodies, and the answers to them, may keep of the proxy's memory, all together.
 
 
+_ORDINARY_BYTES = 64 << 10
+"""Of all answers to one request, in bytes: so much always has room, as the engines' work is done."""
+
+
 class BodyBudget:
     """The bytes of all requests' bodies, and of answers that are no streams, each counted once; the event loop owns it.
 
     A body that is complete is served. Where there is no room, those that still come make it, the ones first that have
     been coming for longest: who sends as a decent client does has ended before.
 
-    :param most: bytes. One request with a single prompt may have more where it is alone: its body has a bound of its
-        own, and so has each answer to it.
+    :param most: bytes, the last eighth for answers. One request with a single prompt may have more where it is alone:
+        its body has a bound of its own, and so has each answer to it.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
+        self._most_of_bodies = most - most // 8
         self.nbytes = 0
         self._coming: dict[BodyShare, None] = {}  #: since when they come, oldest first
 
@@ -235,11 +240,21 @@ class BodyBudget:
         """See :meth:`BodyShare.add`."""
         self.nbytes += nbytes
         share.nbytes += nbytes
-        while self.nbytes > self._most and self.nbytes > share.alone:
-            oldest = next((one for one in self._coming if one is not share and one.nbytes), None)
-            if oldest is None:
-                what = "the request's body" if share.whole is None else "an answer"
-                raise ProxyError(f"the proxy has no room for {what} (proxy.max_requests_bytes)", 503)
+        most, what = self._most_of_bodies, "the request's body"
+        if share.whole is not None:
+            most, what = self._most, "an answer"
+            share.request.answered += nbytes
+            if share.request.answered <= _ORDINARY_BYTES:
+                return
+        if self.nbytes <= most or self.nbytes <= share.alone:
+            return
+        coming = [one for one in self._coming if one is not share and one.nbytes]
+        least = self.nbytes - sum(one.nbytes for one in coming)
+        if least > most and least > share.alone:
+            raise ProxyError(f"the proxy has no room for {what} (proxy.max_requests_bytes)", 503)
+        for oldest in coming:
+            if self.nbytes <= most or self.nbytes <= share.alone:
+                return
             oldest.end()
             oldest.given_up = True
             if oldest.waiting is not None:
@@ -253,6 +268,8 @@ class BodyBudget:
         """See :meth:`BodyShare.end`."""
         self._coming.pop(share, None)
         self.nbytes -= share.nbytes
+        if share.whole is not None:
+            share.request.answered -= share.nbytes
         share.nbytes = 0
 
 
@@ -263,6 +280,7 @@ class BodyShare:
     :param whole: that it is a part of, and ends with; None = a request.
     :param waiting: around the wait for its body's next piece.
     :param given_up: others have its room.
+    :param answered: bytes of all answers to the request, where it is one.
     """
 
     budget: BodyBudget
@@ -270,6 +288,7 @@ class BodyShare:
     nbytes: int = 0
     waiting: anyio.CancelScope | None = None
     given_up: bool = False
+    answered: int = 0
     parts: set[BodyShare] = field(default_factory=set, repr=False)
 
     def add(self, nbytes: int) -> None:
@@ -295,6 +314,11 @@ class BodyShare:
         except BaseException:
             part.end()
             raise
+
+    @property
+    def request(self) -> BodyShare:
+        """The whole request's."""
+        return self if self.whole is None else self.whole.request
 
     @property
     def alone(self) -> int:

@@ -93,12 +93,12 @@ async def post(
 
 
 async def read_answer(
-    engine: str, response: httpx.Response, most: int, idle_timeout_s: float, kept: BodyShare
+    engine: str, response: httpx.Response, most: int, idle_timeout_s: float, kept: BodyShare | None = None
 ) -> bytes:
     """A whole body.
 
     :param engine: what messages call the engine.
-    :param kept: what it keeps of the proxy's memory.
+    :param kept: what it keeps of the proxy's memory; None = nothing for longer than it takes to read it.
     :raises UpstreamError: it has more than `most` bytes, stops coming, or there is no room for it.
     """
     try:
@@ -599,24 +599,22 @@ def prefill_body(body: Body, params: Mapping[str, Any]) -> bytes:
 
 
 async def prefill(
-    instance: Instance, path: str, body: bytes, headers: Headers, *, room: BodyShare, settings: ProxySettings
+    instance: Instance, path: str, body: bytes, headers: Headers, *, settings: ProxySettings
 ) -> Prefilled:
     """Run the prefill. Cancelling it closes the connection, and so aborts it in the engine.
 
-    :param room: what the request keeps of the proxy's memory.
     :raises UpstreamError: it failed, fell silent, refused, or answered 200 without an answer.
     """
     engine, timeout_s, most = instance.title, settings.prefill_timeout_s, settings.max_request_bytes
-    with instance.breaker.watch(), instance.given_up_when_down(), room.answer() as kept:
+    with instance.breaker.watch(), instance.given_up_when_down():
         try:
             with anyio.fail_after(timeout_s):
                 async with post(instance, path, body, headers, settings.idle_timeout_s) as response:
-                    content = await read_answer(engine, response, most, settings.idle_timeout_s, kept)
+                    content = await read_answer(engine, response, most, settings.idle_timeout_s)
         except TimeoutError:
             raise UpstreamError(f"{engine} did not answer in {timeout_s:g} s", 504) from None
         answer = whole_answer(engine, content)
     usage, params = object_in(answer, "usage") or {}, object_in(answer, "kv_transfer_params")
-    kept.end()
     tokens = usage.get("prompt_tokens")
     return Prefilled(params or None, cached_of(usage), tokens if isinstance(tokens, int) else None, _servers(params))
 
