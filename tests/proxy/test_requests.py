@@ -357,6 +357,25 @@ async def test_an_answer_is_kept_for_a_client_that_takes_it_and_no_longer():
                 assert await scene.metric("layerflow_proxy_request_bytes") == 0
 
 
+async def test_an_engine_whose_answer_has_been_read_is_not_busy_while_its_client_takes_it():
+    with StubEngine() as prefiller, StubEngine(Behaviour(raw=_large(32 << 20))) as decoder:
+        async with proxied(prefiller, decoder, idle_timeout_s=600) as scene:
+            host, port = scene.url.removeprefix("http://").split(":")
+            async with await anyio.connect_tcp(host, int(port)) as silent:
+                body = b'{"prompt": "a"}'
+                head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+                await silent.send(head.encode() + body)
+                with anyio.fail_after(20):
+                    while await scene.metric("layerflow_proxy_request_bytes") < 32 << 20:
+                        pass
+                    while await scene.metric("layerflow_proxy_instance_requests"):
+                        pass
+                assert await scene.metric("layerflow_proxy_instance_prompt_tokens") == 0
+                assert (await scene.client.get("/health")).json()["open_requests"] == 1
+            await settled(scene)
+            assert await scene.metric("layerflow_proxy_instance_requests") == 0
+
+
 async def test_time_in_which_the_loop_was_late_is_not_an_engines():
     """The loop stands still for longer than the sleep: the answer is there behind it."""
     answered = anyio.Event()

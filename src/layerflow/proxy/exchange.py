@@ -41,6 +41,7 @@ class Exchange:
         self._began = context.clock()
         self._prefilled_at: float | None = None
         self._sent: dict[tuple[InstanceRole, str], int] = {}
+        self._answer_read: Callable[[], None] = lambda: None  #: ends the decoder's stay of being busy
         self._unforeseen: dict[InstanceRole, set[Instance]] = {}  #: engines that answered it with 500
 
     def child(self, prompt: bytes | None, *, counted: bool) -> Exchange:
@@ -144,6 +145,8 @@ class Exchange:
         call = DecodeCall(request.path, body.encode(), headers, request.stream, params is not None)
 
         def first_token() -> None:
+            if not request.stream:  # it is whole, and waits for its client only
+                self._answer_read()
             self._first_token(instance)
 
         await decode(
@@ -164,7 +167,7 @@ class Exchange:
             except ProxyError as none:
                 raise failure or none from None
             try:
-                with instance.busy(self.tokens):
+                with instance.busy(self.tokens) as self._answer_read:
                     return await attempt(instance, self.leg_id(InstanceRole.DECODE))
             except UpstreamError as error:
                 self.failed(instance, error)

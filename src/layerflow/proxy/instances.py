@@ -251,15 +251,26 @@ class Instance:
         return not self.down and self.breaker.answers
 
     @contextmanager
-    def busy(self, tokens: int) -> Iterator[None]:
-        """Around one request's stay, of `tokens` prompt tokens."""
+    def busy(self, tokens: int) -> Iterator[Callable[[], None]]:
+        """Around one request's stay, of `tokens` prompt tokens.
+
+        Yields a call that ends it: the engine's answer has been read, and waits for its client only.
+        """
         self.active += 1
         self.tokens += tokens
+        here = True
+
+        def end() -> None:
+            nonlocal here
+            if here:
+                here = False
+                self.active -= 1
+                self.tokens -= tokens
+
         try:
-            yield
+            yield end
         finally:
-            self.active -= 1
-            self.tokens -= tokens
+            end()
 
     @contextmanager
     def given_up_when_down(self) -> Iterator[Callable[[], None]]:
