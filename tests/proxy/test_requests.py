@@ -20,7 +20,7 @@ from layerflow.proxy.request import CHAT, COMPLETIONS, MOST_NAMES, Body, parse_b
 from layerflow_testing.stub_engine import Behaviour, StubEngine
 
 from .raw_engine import RawEngine, raw_answer
-from .scene import OPERATOR, ORDERS, ROOM, at, ended, numbered, proxied, said, settled
+from .scene import OPERATOR, ORDERS, ROOM, at, ended, events_of, numbered, proxied, said, settled
 
 
 def indices(answer: httpx.Response) -> list[int]:
@@ -238,6 +238,20 @@ async def test_what_a_choice_says_is_never_built(order, prompt):
     assert answer.status_code == 200 and answer.content.count(ODD) == len(prompt) + 1
     assert int(answer.headers["content-length"]) == len(answer.content)
     assert [choice["index"] for choice in json.loads(answer.content)["choices"]] == list(range(len(prompt)))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["a", ["a", "b"]])
+async def test_an_index_that_is_null_is_none(prompt, stream):
+    raw = b'{"choices":[{"index":null,"text":"x","finish_reason":"stop"}]}'
+    raw = b"data: %b\n\ndata: [DONE]\n\n" % raw if stream else raw
+    with StubEngine() as prefiller, StubEngine(Behaviour(raw=raw)) as decoder:
+        async with proxied(prefiller, decoder) as scene:
+            answer = await scene.complete(prompt=prompt, stream=stream)
+    assert answer.status_code == 200
+    events = events_of(answer.text)[:-1] if stream else [answer.json()]
+    found = [choice["index"] for event in events for choice in event["choices"]]
+    assert sorted(found, key=str) == ([None] if prompt == "a" else [0, 1])
 
 
 def _large(nbytes: int) -> bytes:

@@ -176,7 +176,7 @@ _ERRORS = range(400, 600)
 
 
 class _Choice(msgspec.Struct):
-    index: int = 0
+    index: int | None = None
     finish_reason: str | None = None
     delta: dict[str, Any] | None = None
     logprobs: Any = None
@@ -242,9 +242,10 @@ class StreamCheck:
             raise reported(self._engine, event.data, chunk.error)
         self.usage = not chunk.choices and isinstance(chunk.usage, dict)
         for choice in chunk.choices:
-            self._seen.add(choice.index)
+            index = choice.index or 0
+            self._seen.add(index)
             if choice.finish_reason is not None:
-                self._finished.add(choice.index)
+                self._finished.add(index)
         return any(_brings_something(choice) for choice in chunk.choices)
 
     def ended(self, unfinished: bytes) -> None:
@@ -297,7 +298,6 @@ def of_a_handoff(engine: str, error: UpstreamError) -> UpstreamError:
 class _Finished(msgspec.Struct):
     """What the proxy reads of a choice of a whole answer: 20 log probabilities a token are passed over, not built."""
 
-    index: int = 0
     finish_reason: str | None = None
 
 

@@ -237,6 +237,7 @@ async def prefill_first(exchange: Exchange) -> None:
 _AT_ONCE = 64  # prompts of one list on their way
 _MERGED = ("choices", "usage", "kv_transfer_params")  # of a whole answer, what is not the first one's
 _decode_choices = msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode
+_decode_index = msgspec.json.Decoder(int | None).decode
 Serve = Callable[[ClientRequest, ResponseSink], Awaitable[None]]
 
 
@@ -300,9 +301,7 @@ class _Merged:
         first = number * self._choices
         try:
             choices = [
-                Body(choice)
-                .changed({"index": msgspec.json.decode(choice.get("index", b"0"), type=int) + first})
-                .encode()
+                Body(choice).changed({"index": (_decode_index(choice.get("index", b"null")) or 0) + first}).encode()
                 for choice in _decode_choices(answer.view("choices"))
             ]
         except NOT_JSON as error:
@@ -345,7 +344,7 @@ class _Merged:
 
     def _named(self, number: int, answer: dict[str, Any]) -> dict[str, Any]:
         first = number * self._choices
-        choices = [{**choice, "index": choice.get("index", 0) + first} for choice in answer.get("choices", [])]
+        choices = [{**choice, "index": (choice.get("index") or 0) + first} for choice in answer.get("choices", [])]
         return {**answer, "id": self._id, "choices": choices}
 
     @property
