@@ -73,6 +73,33 @@ def test_who_has_many_clients_does_not_have_another_one_hung_up_on() -> None:
     assert greedy[0].overdrawn and not greedy[1].overdrawn
 
 
+def test_what_takes_anothers_place_has_to_fit_by_the_difference() -> None:
+    every = accounts()
+    mine, other = every.of("a", "one"), every.of("b", "two")
+    first = mine.charge("a lease", 5 * ENTRY_BYTES)
+    longer = mine.charge("a lease", 9 * ENTRY_BYTES, giver=first, given=first.nbytes)
+    assert (mine.entries, mine.nbytes, first.nbytes) == (1, SHARE, 0)
+    with pytest.raises(Refused, match=r"server\.max_client_bytes"):
+        mine.charge("a lease", 10 * ENTRY_BYTES, giver=longer, given=longer.nbytes)
+    with pytest.raises(Refused, match=r"server\.max_client_bytes"):
+        mine.charge("a part of it", giver=longer, given=0)
+    assert (mine.entries, mine.nbytes, longer.nbytes) == (1, SHARE, SHARE), "refused, nothing has changed"
+    part = mine.charge("a part of it", ENTRY_BYTES, giver=longer, given=2 * ENTRY_BYTES)
+    assert (mine.entries, mine.nbytes, longer.nbytes, part.nbytes) == (2, SHARE, SHARE - part.nbytes, part.nbytes)
+    for _ in range((TOTAL - SHARE) // ENTRY_BYTES):
+        every.of("c").charge("a watch")
+    taken = other.charge("a lease", longer.nbytes - ENTRY_BYTES, giver=longer, given=longer.nbytes)
+    assert (mine.nbytes, other.nbytes, every.nbytes) == (part.nbytes, taken.nbytes, TOTAL), "the total does not grow"
+
+
+def test_where_nothing_grows_what_takes_anothers_place_fits_however_much_is_kept() -> None:
+    every = accounts()
+    mine = every.of("a")
+    for _ in range(12):
+        last = mine.charge("an end", always=True)
+    assert mine.charge("the same", giver=last, given=last.nbytes).nbytes == last.nbytes + ENTRY_BYTES
+
+
 def test_what_is_always_counted_has_a_bound_too() -> None:
     every = accounts()
     mine, other = every.of("a"), every.of("b")

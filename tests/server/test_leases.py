@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
+from e2e.known import small_spec
 
+from layerflow.hits import NO_BLOCKS, HitLength
+from layerflow.keys import object_keys
 from layerflow.objects import HEADER_BYTES
 from layerflow.pool.base import NewObject
 from layerflow.pool.memory import MemoryPool
 from layerflow.server.account import ENTRY_BYTES, Accounts, Allowance, Refused
 from layerflow.server.clients import ClientSession
-from layerflow.server.incoming import IncomingObjects
+from layerflow.server.handlers.lookup_requests import LookupRequest
+from layerflow.server.handlers.lookups import LookupHandler
+from layerflow.server.incoming import IncomingFetches, IncomingFetchJob, IncomingObjects
 from layerflow.server.leases import PINNED_BYTES, PINS_PER_TURN, Leases, lease_owner
+from layerflow.wire import messages as wire
 from layerflow.wire.rights import HERE
 from server.support import Memory
 
 SHARE = 64 * ENTRY_BYTES
 OBJECTS = 64
 LEASE = ENTRY_BYTES + OBJECTS * PINNED_BYTES
+COMING = 3
+MOST_LEASES = 100
+SPEC = small_spec(2, content="leases")
 
 
 class World:
@@ -33,25 +44,66 @@ class World:
         self.turns: deque[Callable[[], None]] = deque()
         self.pool = MemoryPool(Memory(1 << 20))
         self.accounts = Accounts(lambda: Allowance(SHARE, 1 << 40))
-        self.leases = Leases(self.pool, IncomingObjects(self.pool, lambda _: None), self.accounts, self.turns.append)
-        self.keys = tuple(number.to_bytes(24, "big") for number in range(stored))
+        self.incoming = IncomingObjects(self.pool, lambda _: None)
+        self.leases = Leases(self.pool, self.incoming, self.accounts, self.turns.append)
+        self.digests = [number.to_bytes(16, "big") for number in range(stored + COMING)]
+        keys = object_keys(self.digests, [0], SPEC.shard.peers())
+        self.keys, self.coming = tuple(keys[:stored]), keys[stored:]
         self.pool.reserve([NewObject(key, HEADER_BYTES + 8, 1, 16) for key in self.keys], "writer")
         self.pool.commit(self.keys, "writer")
 
     def client(self, address: object = "client", engine: str = "e") -> ClientSession:
         account = self.accounts.of(address)
-        return cast(ClientSession, SimpleNamespace(engine=engine, account=account, rights=HERE))
+        figures = SimpleNamespace(lookup_tokens=0, hit_tokens=0)
+        told = SimpleNamespace(
+            engine=engine,
+            account=account,
+            rights=HERE,
+            spec=SPEC,
+            number=len(self.accounts),
+            resets=0,
+            hit_leases={},
+            labels=(),
+            figures=figures,
+        )
+        return cast(ClientSession, told)
+
+    def begin(self) -> None:
+        """What is coming is on its way, behind what is stored."""
+        source = IncomingFetches(self.incoming, lambda _: True, lambda *_: None)
+        job = IncomingFetchJob(1, source, list(self.coming), (0,), set(range(COMING)))
+        self.incoming.add(job, [(0, 1)] * COMING)
+
+    def look(self, asker: ClientSession, request: str) -> Iterator[object]:
+        """A lookup that hits all that is stored and all that is coming: its slices."""
+        context = SimpleNamespace(
+            pool=self.pool,
+            driver=SimpleNamespace(incoming=self.incoming),
+            leases=self.leases,
+            settings=lambda: SimpleNamespace(max_leases=MOST_LEASES),
+            sessions=SimpleNamespace(workers_of=lambda _: []),
+            sources=object(),
+            recorder=SimpleNamespace(current=None),
+            metrics=Mock(),
+            send=lambda *_: None,
+        )
+        tokens = len(self.digests) * SPEC.chunk_tokens
+        message = wire.Lookup(1, request, bytes(16), b"".join(self.digests), tokens + 1, 60_000, bytes(16))
+
+        def search() -> Generator[None, None, HitLength]:
+            yield from ()
+            return HitLength(tokens, ())
+
+        asked = LookupRequest(message, self.digests, NO_BLOCKS)
+        return cast(Any, LookupHandler(cast(Any, context))._find(asker, asked, 0.0, search).__await__())
 
     def lease(self, asker: ClientSession, request: str, until: float = math.inf, keys: tuple[bytes, ...] = ()) -> None:
         """As a lookup does it, of all objects or of some."""
         self.pool.acquire(keys or self.keys, "lookup", until)
-        owner = lease_owner(asker.engine, request)
         try:
-            self.leases.charge(asker, request, self.pool.pinned_by("lookup"))
-            self.pool.transfer_pins("lookup", owner, until)
+            self.leases.keep(asker, request, "lookup", until)
         finally:
-            self.leases.settle(owner)
-            self.leases.let_go("lookup")
+            self.leases.end("lookup")
 
     def close(self, client: ClientSession, address: object) -> None:
         """It has gone, and all of what it keeps, which else takes turns."""
@@ -133,6 +185,70 @@ def test_a_lease_that_does_not_fit_is_refused_and_pins_nothing() -> None:
     assert not world.pool.pinned_by(lease_owner("e", "more"))
     world.leases.let_go(lease_owner("e", "r0"))
     world.lease(asker, "more")
+
+
+def test_a_renewal_has_to_fit_by_what_it_is_more() -> None:
+    world = World()
+    asker = world.client()
+    fit = SHARE // LEASE
+    for number in range(fit):
+        world.lease(asker, f"r{number}", 5.0)
+    rest = SHARE - fit * LEASE
+    asker.account.charge("all that is left", rest - ENTRY_BYTES)
+    for number in range(fit):
+        world.lease(asker, f"r{number}", 9.0)
+    assert asker.account.nbytes == SHARE and world.pins() == fit * OBJECTS
+    world.leases.expire(5.0)
+    assert world.pins() == fit * OBJECTS, "each lasts as long as its renewal"
+
+
+def test_a_plan_that_takes_over_a_lease_has_to_fit_by_what_it_is_more() -> None:
+    world = World()
+    asker, owner = world.client(), lease_owner("e", "r")
+    world.lease(asker, "r", 5.0)
+    world.begin()
+    world.incoming.lease(world.coming, "lookup", 5.0)
+    world.leases.keep(asker, "r", "lookup", 5.0)
+    asker.account.charge("all that is left", SHARE - asker.account.nbytes - 2 * ENTRY_BYTES)
+    world.pool.acquire(world.keys, "lookup", 9.0)
+    charge = world.leases.charge_plan(asker, "r", "lookup")
+    for giver in ("lookup", owner):
+        world.pool.transfer_pins(giver, "plan", math.inf)
+    assert asker.account.nbytes == SHARE, "what is still to come is the lease's, which has a record of its own"
+    world.incoming.drop_lease(owner)
+    charge.release()
+    assert world.pool.pinned_by("plan") == OBJECTS
+    assert asker.account.nbytes == SHARE - LEASE - COMING * PINNED_BYTES - ENTRY_BYTES
+
+
+@pytest.mark.parametrize("how", ["lost", "refused", "keeps too much"])
+async def test_a_lookup_that_fails_ends_nothing_of_another_of_its_request(how: str) -> None:
+    """Two ranks of one engine look up one request: of one, what is to come is leased and not counted yet."""
+    world = World()
+    world.begin()
+    one, other = (world.client(address) for address in ("one", "other"))
+    if how == "refused":
+        one.hit_leases = {f"other {number}": math.inf for number in range(MOST_LEASES)}
+    elif how == "keeps too much":
+        one.account.charge("all that it may keep", SHARE - ENTRY_BYTES)
+    its = world.look(other, "r")
+    next(its)
+    failing = world.look(one, "r")
+    if how == "lost":
+        next(failing)
+        failing.close()
+    else:
+        with contextlib.suppress(Refused):
+            deque(failing)
+    deque(its)
+    lease = lease_owner("e", "r")
+    assert world.incoming.leased_by(lease) == len(world.coming) and world.pool.pinned_by(lease) == OBJECTS
+    assert world.incoming.lease_owners() == {lease}
+    while world.turns:
+        world.turn()
+    assert world.pins() == OBJECTS
+    assert "r" in other.hit_leases and "r" not in one.hit_leases
+    assert other.account.nbytes == LEASE + len(world.coming) * PINNED_BYTES
 
 
 async def test_what_two_clients_of_an_engine_lease_for_a_request_is_counted_once() -> None:

@@ -224,8 +224,8 @@ class Pool(Protocol):
         """Return everyone who pins something."""
         ...
 
-    def pinned_by(self, owner: Owner) -> int:
-        """How many objects an owner pins."""
+    def pinned_by(self, *owners: Owner) -> int:
+        """How many objects these owners pin; what several pin counts once."""
         ...
 
     def keys(self) -> list[bytes]:

@@ -392,9 +392,10 @@ class MemoryPool:
         """Return everyone who pins something."""
         return self._directory.owners()
 
-    def pinned_by(self, owner: Owner) -> int:
-        """How many objects an owner pins."""
-        return len(self._directory.pinned_by(owner))
+    def pinned_by(self, *owners: Owner) -> int:
+        """How many objects these owners pin; what several pin counts once."""
+        pins = [mine for owner in owners if (mine := self._directory.pinned_by(owner))]
+        return len(pins[0] if len(pins) == 1 else set().union(*pins))
 
     def let_go(self, owner: Owner) -> None:
         """The owner's pins are its no more, and end in :meth:`expire`, however early it is told."""

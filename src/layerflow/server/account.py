@@ -119,17 +119,25 @@ class Account:
         *,
         end: Callable[[], None] | None = None,
         always: bool = False,
+        giver: Charge | None = None,
+        given: int = 0,
     ) -> Charge:
         """Count something that is about to be kept for this client.
 
         :param what: names it, in a refusal. :param nbytes: besides :data:`ENTRY_BYTES`.
         :param end: called once if the client ends before the charge is released.
         :param always: count it even where it does not fit: it lets something else end.
-        :raises Refused: the share or the total is used up; nothing is counted.
+        :param giver: a charge, of any account, some of which is counted here from now on: only what is more has to fit.
+        :param given: so many bytes of it; where they are all, it is released.
+        :raises Refused: the share or the total is used up; nothing has changed.
         """
         nbytes += ENTRY_BYTES
         if not always:
-            self._accounts.check(self, what, nbytes)
+            self._accounts.check(self, what, nbytes, giver, given)
+        if giver is not None:
+            giver.account.resize(giver, giver.nbytes - given)
+            if not giver.nbytes:
+                giver.release()
         charge = Charge(self, nbytes, end)
         self._charges[charge] = None
         self._add(nbytes)
@@ -293,14 +301,16 @@ class Accounts:
             and account.whose.nbytes > total // max(1, len(self._kept))
         )
 
-    def check(self, account: Account, what: str, nbytes: int) -> None:
-        """May this be kept for a client?
+    def check(self, account: Account, what: str, nbytes: int, giver: Charge | None = None, given: int = 0) -> None:
+        """May this be kept for a client? Parameters as of :meth:`Account.charge`; where nothing grows, it may.
 
         :raises Refused: it may not.
         """
         allowed = self._allowance()
-        mine = account.nbytes + nbytes
-        if mine > allowed.share:
+        more = nbytes - given  # of all clients, of this one's principal, and of this one
+        of_whose = more if giver is not None and giver.account.whose is account.whose else nbytes
+        mine = more if giver is not None and giver.account is account else nbytes
+        if mine > 0 and account.nbytes + mine > allowed.share:
             raise Refused(
                 "quota",
                 f"{what} of {nbytes} bytes: {account.entries} things of {account.nbytes} bytes are kept for this "
@@ -308,7 +318,8 @@ class Accounts:
                 "less at once",
             )
         kept = account.whose.nbytes
-        if self.nbytes + nbytes > allowed.total and kept + nbytes > allowed.total // max(1, len(self._kept)):
+        part = allowed.total // max(1, len(self._kept))
+        if more > 0 and self.nbytes + more > allowed.total and kept + of_whose > part:
             raise Refused(
                 "quota",
                 f"{what} of {nbytes} bytes: {self.nbytes} bytes are kept for {len(self._accounts)} clients, {kept} of "

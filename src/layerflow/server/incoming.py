@@ -201,7 +201,8 @@ class IncomingObjects:
         for key in keys:
             coming = self.coming.get(key)
             if coming is not None and isinstance(coming.job, IncomingFetchJob):
-                by_job.setdefault(coming.job, set()).add(key)
+                # The job's own key, which is there anyway: of many leases of it each keeps a place in a table alone.
+                by_job.setdefault(coming.job, set()).add(coming.job.keys[coming.position])
         self.take_lease(by_job, owner, until)
 
     def take_lease(
@@ -248,9 +249,20 @@ class IncomingObjects:
         for owner in [owner for owner in self._leased if belongs(owner)]:
             self.drop_lease(owner)
 
-    def leased_by(self, owner: Owner) -> int:
-        """How many objects an owner has leased that are on their way."""
-        return sum(len(job.leases[owner].keys) for job in self._leased.get(owner, ()))
+    def transfer_lease(self, owner: Owner, heir: Owner, until: float) -> None:
+        """All that `owner` has leased is `heir`'s from now on, until then, or longer where either had it for longer."""
+        for job in list(self._leased.get(owner, ())):
+            lease = job.leases[owner]
+            self._lease(job, heir, max(until, lease.until), lease.keys, lease.lent)
+            self._end_leases(job, [owner])
+
+    def leased_by(self, *owners: Owner) -> int:
+        """How many objects these owners have leased that are on their way; what several have counts once."""
+        leased = 0
+        for job in {job: None for owner in owners for job in self._leased.get(owner, ())}:
+            keys = [job.leases[owner].keys for owner in owners if owner in job.leases]
+            leased += len(keys[0] if len(keys) == 1 else set().union(*keys))
+        return leased
 
     def lease_owners(self) -> set[Owner]:
         """Return everyone who has leased something that is on its way."""

@@ -7,12 +7,15 @@ import math
 from collections.abc import Callable, Hashable
 
 from layerflow.pool.base import Owner, Pool
-from layerflow.server.account import Accounts, Charge, Refused
+from layerflow.server.account import ENTRY_BYTES, Accounts, Charge, Refused
 from layerflow.server.clients import ClientSession
 from layerflow.server.incoming import IncomingObjects
 
 PINNED_BYTES = 64
-"""What the pin of one object takes, in bytes."""
+"""What the pin of one object takes, in bytes: 36 to 54 in the table of its owner, by how full that is.
+
+So does what is leased that is on its way, in a set: 32 to 66. The rest is within :data:`.ENTRY_BYTES` of the lease.
+"""
 
 PINS_PER_TURN = 256
 """Pins that end before anything else may get its turn."""
@@ -51,15 +54,38 @@ class Leases:
 
     # What is kept --------------------------------------------------------------------------------
 
-    def charge(self, asker: ClientSession, request: str, objects: int) -> None:
-        """Count a request's lease for `asker`, with so many objects more; :meth:`settle` follows.
+    def keep(self, asker: ClientSession, request: str, lookup: Owner, until: float) -> None:
+        """Make what a lookup has pinned, and leased of what is on its way, the request's lease, counted for `asker`.
 
-        :raises Refused: that is more than it may keep; the lease is counted as before.
+        :param lookup: the lookup's owner. :param until: the lease lasts at least until then, monotonic seconds.
+        :raises Refused: that is more than the asker may keep; nothing has changed.
         """
         owner = lease_owner(asker.engine, request)
-        what = f"request {request!r}: the lease of a hit"
-        charge = asker.account.charge(what, (self._held(owner) + objects) * PINNED_BYTES)
+        before = self._charges.get(owner)
+        charge = asker.account.charge(
+            f"request {request!r}: the lease of a hit",
+            self._held(owner, lookup) * PINNED_BYTES,
+            giver=before,
+            given=before.nbytes if before is not None else 0,
+        )
         self._count(owner, charge, asker)
+        self._pool.transfer_pins(lookup, owner, until)
+        self._incoming.transfer_lease(lookup, owner, until)
+
+    def charge_plan(self, asker: ClientSession, request: str, lookup: Owner) -> Charge:
+        """Count what a lookup and the request's lease pin for a plan, which takes their pins over next.
+
+        :param lookup: the lookup's owner.
+        :raises Refused: that is more than the asker may keep; nothing has changed.
+        """
+        owner = lease_owner(asker.engine, request)
+        before, given = self._charges.get(owner), 0
+        if before is not None:
+            coming = self._incoming.leased_by(owner)  # stays the lease's
+            given = before.nbytes - (ENTRY_BYTES + coming * PINNED_BYTES if coming else 0)
+        pinned = self._pool.pinned_by(owner, lookup)
+        what = f"request {request!r}: the plan of a hit"
+        return asker.account.charge(what, pinned * PINNED_BYTES, giver=before, given=given)
 
     def from_plan(self, plan: Owner, charge: Charge, asker: ClientSession, request: str, until: float) -> None:
         """Make what a plan pins the request's lease until then, monotonic seconds.
@@ -70,30 +96,23 @@ class Leases:
         self._pool.transfer_pins(plan, owner, until)
         if charge.account.holds(charge):
             self._count(owner, charge, asker)
-        if owner in self._charges:
-            self.settle(owner)
-        else:
-            self._leave(owner, _who(asker))
-
-    def settle(self, owner: Owner) -> bool:
-        """All that a lease is to hold it holds by now: count that, and nothing where it holds nothing.
-
-        What nobody is charged for, as its client is lost or was refused, ends. Is there a lease?
-        """
-        charge = self._charges.get(owner)
-        if charge is not None:
-            charge.resize(self._held(owner) * PINNED_BYTES)
+        counted = self._charges.get(owner)
+        if counted is not None:
+            counted.resize(self._held(owner) * PINNED_BYTES)
             self._released(owner)
         else:
-            self._end(owner)
-        return owner in self._charges
+            self._leave(owner, _who(asker))
 
     def charge_left(self, asker: ClientSession, objects: int) -> Charge:
         """Count for an asker who has gone so many objects that somebody still reads, whether or not they fit."""
         return self._accounts.charge_left(_who(asker), "", objects * PINNED_BYTES, always=True)
 
-    def _held(self, owner: Owner) -> int:
-        return self._pool.pinned_by(owner) + self._incoming.leased_by(owner)
+    def holds(self, owner: Owner) -> bool:
+        """Does this owner pin anything, or has it leased something that is on its way?"""
+        return bool(self._held(owner))
+
+    def _held(self, *owners: Owner) -> int:
+        return self._pool.pinned_by(*owners) + self._incoming.leased_by(*owners)
 
     def _count(self, owner: Owner, charge: Charge, asker: ClientSession) -> None:
         before = self._charges.get(owner)
@@ -113,11 +132,7 @@ class Leases:
             try:
                 self._charges[owner] = self._accounts.charge_left(who, what, held * PINNED_BYTES)
             except Refused:
-                self._end(owner)
-
-    def _end(self, owner: Owner) -> None:
-        self.let_go(owner)
-        self._incoming.drop_lease(owner)
+                self.end(owner)
 
     def _released(self, owner: Owner) -> None:
         """It pins nothing any more, or has leased nothing more of what is on its way."""
@@ -125,6 +140,11 @@ class Leases:
             self._charges.pop(owner).release()
 
     # What ends -----------------------------------------------------------------------------------
+
+    def end(self, owner: Owner) -> None:
+        """The owner's pins are its no more, nor is what it has leased that is on its way."""
+        self.let_go(owner)
+        self._incoming.drop_lease(owner)
 
     def let_go(self, owner: Owner) -> None:
         """The owner's pins are its no more; they end in turns with the rest of the loop."""

@@ -45,8 +45,7 @@ def reset_engine(context: ServerContext, engine: str) -> dict[str, Any]:
     incoming = context.driver.incoming
     leases = [owner for owner in {*context.pool.owners(), *incoming.lease_owners()} if is_lease_of(engine, owner)]
     for owner in leases:
-        context.leases.let_go(owner)
-        incoming.drop_lease(owner)
+        context.leases.end(owner)
     incoming.revoke(REPLACED, unwanted=True)
     told = len(leases) + context.plans.reset(engine)
     log.info("engine_reset", engine=mine[0].name if mine else engine, steps=steps, leases=told)

@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable
 
 import msgspec
+import structlog
 
 from layerflow.hits import HitLength, search_hit
+from layerflow.observe.logs import LogRateLimiter
 from layerflow.places import is_placed, unpack_places
 from layerflow.pool.base import Owner
 from layerflow.recording.notes import LookupNote
@@ -30,7 +32,7 @@ from layerflow.server.handlers.lookup_requests import (
     waiting,
 )
 from layerflow.server.handlers.remote import DIGESTS_PER_SLICE, ask_servers
-from layerflow.server.leases import PINNED_BYTES, lease_owner
+from layerflow.server.leases import PINNED_BYTES
 from layerflow.server.mailboxes import Answer, Slices, in_slices, next_turn
 from layerflow.server.plans import lookup_owner
 from layerflow.server.search import (
@@ -45,6 +47,8 @@ from layerflow.server.search import (
 )
 from layerflow.wire import messages as wire
 
+log = structlog.get_logger("layerflow.server.handlers.lookups")
+
 MOST_SEARCHES = 3
 """How often a lookup starts over because objects were evicted between its slices."""
 
@@ -54,6 +58,7 @@ class LookupHandler:
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
+        self._log_limit = LogRateLimiter()
 
     async def look_up(self, session: ClientSession, message: wire.Lookup) -> None:
         """Answer it, now or once what it may wait for has come."""
@@ -204,17 +209,17 @@ class LookupHandler:
             come_by = received_at + sources.settings.lookup_timeout_ms / 1e3 if until is None else until
             lease_until = lookup.lease_ms / 1e3 + (time.monotonic() if until is None else until)
             check_leases(session, lookup.request, self._context.settings().max_leases)
-            self._context.leases.charge(session, lookup.request, len(pieces))
-            session.hit_leases[lookup.request] = lease_until
-            incoming, owner = self._context.driver.incoming, lease_owner(session.engine, lookup.request)
-            incoming.lease(pieces, owner, lease_until)
-            self._context.leases.settle(owner)
-            waits = kept_bytes(lookup) + len(pieces) * KEPT_KEY_BYTES
-            with session.account.charge(waiting(lookup), waits, always=True) as charge:
+            incoming, owner = self._context.driver.incoming, _owner(session, lookup)
+            waits = kept_bytes(lookup) + len(pieces) * (KEPT_KEY_BYTES + PINNED_BYTES)
+            with session.account.charge(waiting(lookup), waits) as charge:
+                incoming.lease(pieces, owner, lease_until)
                 come = Answer[None](charge)
                 forget = incoming.when_come(pieces, functools.partial(come.tell, None))
                 try:
                     await unreplaced(session, come.by(come_by, None))
+                except BaseException:  # the client is lost, or its weights were replaced
+                    self._context.leases.end(owner)
+                    raise
                 finally:
                     forget()
             lost = 0 if until is None else pool.lookup([*pieces]).count(False)
@@ -246,7 +251,7 @@ class LookupHandler:
     ) -> None:
         """Search, lease and answer. What leaves the pool between two slices is searched for again."""
         pool, resets, message = self._context.pool, session.resets, asked.message
-        owner = lookup_owner(session.engine, message.request, session.number, message.id)
+        owner = _owner(session, message)
         try:
             for _ in range(MOST_SEARCHES):
                 before = pool.departures
@@ -259,18 +264,9 @@ class LookupHandler:
             if session.resets != resets:
                 raise Replaced
             plan = self._plan(session, message, owner) if places else 0
-            try:
-                self._keep(session, message.request, owner, until)
-            except Refused:  # by a plan the hit can be loaded: what else of it is still to come is not kept then
-                if not plan:
-                    raise
-                self._context.leases.settle(lease_owner(session.engine, message.request))
-        except BaseException:  # the client is lost, or refused
-            if not self._context.leases.settle(lease_owner(session.engine, message.request)):
-                session.hit_leases.pop(message.request, None)
-            raise
-        finally:
-            self._context.leases.let_go(owner)
+            self._keep(session, message.request, owner, until)
+        finally:  # what has become neither a plan's nor the lease's, as the client is lost, say, or keeps too much
+            self._context.leases.end(owner)
         tokens = self._found(
             session, message, hit, received_at, plan=plan, places=places, following=following, reason=reason
         )
@@ -282,7 +278,7 @@ class LookupHandler:
     async def _lease(
         self, session: ClientSession, asked: LookupRequest, hit: HitLength, owner: Owner, until: float
     ) -> tuple[bytes, bytes]:
-        """Pin what is here of a hit.
+        """Pin what is here of a hit, and lease what of it is on its way.
 
         :param owner: has the pins, until `until` (monotonic seconds).
         :returns: the places of its objects; empty where a load would need others too. And those of all that were to be
@@ -295,13 +291,11 @@ class LookupHandler:
         pool, sources, message = self._context.pool, self._context.sources, asked.message
         # Many lookups may have waited, for one hand-off or save: each lease is counted where it is made.
         check_leases(session, message.request, self._context.settings().max_leases)
-        session.hit_leases[message.request] = until
-        coming = lease_owner(session.engine, message.request)
         packed: list[bytes] = []
         for keys in hit_keys(spec, asked.digests, hit):
             packed.append(pool.lease(keys, owner, until))
             if sources is not None:
-                self._context.driver.incoming.lease(keys, coming, until)
+                self._context.driver.incoming.lease(keys, owner, until)
             await next_turn()
         told = b"".join(packed)
         # A plan's columns are the shards of the whole spec.
@@ -314,31 +308,35 @@ class LookupHandler:
         return told if any(is_placed(spec, places, tokens, row) for tokens, row in ends) else b"", told
 
     def _plan(self, session: ClientSession, message: wire.Lookup, owner: Owner) -> int:
-        """Make what `owner` pins a plan's: its number; 0: no worker could use one.
-
-        :raises Refused: the client keeps too much.
-        """
+        """Make what `owner` pins a plan's: its number; 0: no worker could use one, or the client keeps too much."""
         context = self._context
         workers = context.sessions.workers_of(session.engine)
         if not workers or any(worker.direct for worker in workers):
             return 0
-        pinned = context.pool.pinned_by(owner) + context.pool.pinned_by(lease_owner(session.engine, message.request))
-        charge = session.account.charge(f"request {message.request!r}: the plan of a hit", pinned * PINNED_BYTES)
+        try:
+            charge = context.leases.charge_plan(session, message.request, owner)
+        except Refused:
+            return 0
         numbers = [worker.number for worker in workers]
         return context.plans.keep(session, message.request, numbers, owner, charge)
 
     def _keep(self, session: ClientSession, request: str, owner: Owner, until: float) -> None:
-        """Make what `owner` pins the request's lease, and count it with what of the hit is still to come.
+        """Make what `owner` pins, and what of the hit is still to come, the request's lease.
 
-        :raises Refused: the client keeps too much.
+        Where the client keeps too much, the hit stays one: it can be loaded as long as nothing else takes the room.
         """
-        context, lease = self._context, lease_owner(session.engine, request)
-        pinned = context.pool.pinned_by(owner)
-        if not (pinned or context.pool.pinned_by(lease) or context.driver.incoming.leased_by(lease)):
+        context = self._context
+        if not context.leases.holds(owner):
             return
-        context.leases.charge(session, request, pinned)
-        context.pool.transfer_pins(owner, lease, until)
-        context.leases.settle(lease)
+        try:
+            check_leases(session, request, context.settings().max_leases)
+            context.leases.keep(session, request, owner, until)
+        except Refused as refused:
+            unlogged = self._log_limit.admit(time.monotonic())
+            if unlogged is not None:
+                log.warning("hit_not_leased", session=session.number, reason=str(refused), unlogged=unlogged)
+        else:
+            session.hit_leases[request] = until
 
     def _found(
         self,
@@ -364,6 +362,10 @@ class LookupHandler:
         session.figures.lookup_tokens += message.tokens
         session.figures.hit_tokens += tokens
         return tokens
+
+
+def _owner(session: ClientSession, message: wire.Lookup) -> Owner:
+    return lookup_owner(session.engine, message.request, session.number, message.id)
 
 
 def _found(number: int, hit: HitLength) -> wire.Found:

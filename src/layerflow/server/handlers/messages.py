@@ -271,8 +271,7 @@ class Handlers:
         owner = lease_owner(engine, message.request)
         session.hit_leases.pop(message.request, None)
         context.driver.follows.disallow(engine, message.request)
-        context.leases.let_go(owner)
-        context.driver.incoming.drop_lease(owner)
+        context.leases.end(owner)
 
     def _later(
         self,
