@@ -59,6 +59,29 @@ def test_who_has_many_clients_has_one_part_of_the_total() -> None:
     assert other.whose.nbytes == every.nbytes == 0
 
 
+async def test_what_is_still_being_ended_counts_for_whoever_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(account, "SLICE_S", 0.0)  # a slice is one
+    every = accounts()
+    for client in range(16):
+        every.of(client, "greedy").charge("a watch")
+    for client in range(16):
+        every.close(client)
+    assert every.nbytes == 15 * ENTRY_BYTES and len(every) == 0, "the rest takes turns"
+    back = every.of("back", "greedy")
+    assert back.whose.nbytes == every.nbytes
+    every.of("other", "decent").charge("a watch")
+    with pytest.raises(Refused, match=rf"{15 * ENTRY_BYTES} of them for those of this key or process"):
+        back.charge("a watch")
+    while every.nbytes > ENTRY_BYTES:  # noqa: ASYNC110 - the loop itself is what is tested
+        await asyncio.sleep(0)
+    assert back.whose.nbytes == 0 and back.charge("a watch").nbytes == ENTRY_BYTES
+    for client in ("back", "other"):
+        every.close(client)
+    while every.nbytes:  # noqa: ASYNC110 - the loop itself is what is tested
+        await asyncio.sleep(0)
+    assert every.kept_by("greedy") is not back.whose, "nothing is remembered of who keeps nothing"
+
+
 def test_who_has_many_clients_does_not_have_another_one_hung_up_on() -> None:
     every = accounts()
     other, greedy = every.of("other", "decent"), [every.of(client, "greedy") for client in range(9)]

@@ -191,6 +191,7 @@ class Account:
         self.most = max(self.most, self.nbytes)
         self._accounts.nbytes += nbytes
         self.whose.nbytes += nbytes
+        self._accounts.forget_unused(self.principal, self.whose)
 
 
 class Accounts:
@@ -202,7 +203,7 @@ class Accounts:
     def __init__(self, allowance: Callable[[], Allowance]) -> None:
         self._allowance = allowance
         self._accounts: dict[Hashable, Account] = {}
-        self._kept: dict[Hashable, Kept] = {}  # by principal, of those that have an account
+        self._kept: dict[Hashable, Kept] = {}  # by principal, of those that have an account or keep something
         self._most_freed = 0
         self._ending: deque[Account] = deque()
         self._scheduled = False
@@ -222,8 +223,16 @@ class Accounts:
         return account
 
     def kept_by(self, principal: Hashable) -> Kept:
-        """What the open accounts of a principal keep."""
+        """What the accounts of a principal keep, those included that are being ended."""
         return self._kept.setdefault(principal, Kept())
+
+    def forget_unused(self, principal: Hashable, kept: Kept) -> None:
+        """Forget what a principal kept, where that is nothing and none of its accounts is open.
+
+        Before that a client that comes back finds what its others still keep, and has no part of the total beside it.
+        """
+        if not kept.accounts and not kept.nbytes and self._kept.get(principal) is kept:
+            del self._kept[principal]
 
     def charge_left(self, who: Hashable, what: str, nbytes: int, *, always: bool = False) -> Charge:
         """Count what clients who have gone leave behind, as what one client keeps that lasts as long as any of it does.
@@ -246,8 +255,7 @@ class Accounts:
         account = self._accounts.pop(client, None)
         if account is not None:
             account.whose.accounts -= 1
-            if not account.whose.accounts:
-                del self._kept[account.principal]
+            self.forget_unused(account.principal, account.whose)
         return account
 
     def close(self, client: Hashable) -> None:
