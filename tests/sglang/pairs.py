@@ -63,6 +63,7 @@ def start_pair(
     tp: tuple[int, int] = (1, 1),
     prefill: tuple[str, ...] = (),
     decode: tuple[str, ...] = (),
+    environment: tuple[tuple[str, str], ...] = (),
     timed: bool = False,
     linked: bool = False,
 ) -> Pair:
@@ -70,6 +71,7 @@ def start_pair(
 
     :param backend: SGLang's transfer backend. :param tp: tensor ranks of prefill and decode.
     :param prefill: further arguments of the prefill server. :param decode: likewise.
+    :param environment: of both, besides what the backend wants.
     :param timed: the prefill server writes down when its layers have computed.
     :param linked: the prefill server has layerflow's linker, too.
     """
@@ -88,7 +90,7 @@ def start_pair(
             tp=ranks,
             linker=linked and role == "prefill",
             flags=("--disaggregation-mode", role, *extra),
-            environment=MOONCAKE if backend == "mooncake" else (),
+            environment=(*environment, *(MOONCAKE if backend == "mooncake" else ())),
             timed=timed and role == "prefill",
             **page,
         )

@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 from engines import EXPECTED, MODELS, Shape
 from models import ADAPTERS, PROMPT
+from pairs import start_pair
 from servers import Servers, pages
 
 LORA = (
     "--lora-paths", *(f"{name}={MODELS / name}" for name in ADAPTERS), "--lora-backend", "torch_native",
     "--max-loras-per-batch", "3",
 )  # fmt: skip
-A, B = (Shape(f"lora-{name}", flags=LORA, environment=(("PIN_NOTHING", "1"),)) for name in "ab")
+ENVIRONMENT = (("PIN_NOTHING", "1"),)
+A, B = (Shape(f"lora-{name}", flags=LORA, environment=ENVIRONMENT) for name in "ab")
 
 
 @pytest.mark.campaign
@@ -28,3 +30,17 @@ def test_adapters_hit_their_own_prefixes_only(servers: Servers) -> None:
             engine.flush()
             loaded = engine.generate(PROMPT, **adapter)
             assert (loaded.tokens, loaded.host) == (EXPECTED[name], pages(engine, len(PROMPT))), name
+
+
+@pytest.mark.campaign
+def test_a_prompt_is_handed_over_with_its_adapter(servers: Servers) -> None:
+    """Prefill and decode read an adapter's bytes with its first prompt, which waits for that."""
+    servers.stop_serving()
+    servers.serve()
+    pair = start_pair(servers, "llama", prefill=LORA, decode=LORA, environment=ENVIRONMENT)
+    try:
+        for name in (*ADAPTERS, "llama", *ADAPTERS):
+            answer = pair.generate(PROMPT, **({"lora_path": name} if name in ADAPTERS else {}))
+            assert answer.tokens == EXPECTED[name], (name, answer)
+    finally:
+        pair.close()

@@ -75,8 +75,8 @@ def check_attention(name: str, layer: Any) -> None:
     """Refuse attention on an NPU of which it is not known that a cache's rows are what was computed for its tokens.
 
     Where vLLM-Ascend quantises a cache, or orders it for decoding, by `kv_role`, prompts that such an engine computes
-    have wrong answers, whatever is loaded: to load and save nothing is no way out. Where another connector may bring all
-    prompts in that order, :func:`obstacle` says so, and no layer is asked about.
+    have wrong answers, whatever is loaded: to load and save nothing is no way out. Where another connector may bring
+    all prompts in that order, :func:`obstacle` says so, and no layer is asked about.
 
     :param name: the layer's. :param layer: what vLLM computes it with; None = not known by this name.
     :raises Unsupported: with the layer, and what to do.
