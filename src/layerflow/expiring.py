@@ -134,6 +134,10 @@ class ExpiryHeap(Generic[Key]):
                 del self._entry[key]
                 yield key
 
+    def due(self, now: float) -> bool:
+        """May some key end at or before `now`? Where not, certainly none does."""
+        return bool(self._heap) and self._heap[0][0] <= now
+
     def complete(self) -> bool:
         """Return whether each key that ends is in the heap: an invariant."""
         listed = set(map(id, self._heap))

@@ -288,6 +288,16 @@ class PoolContract:
         pool.let_go(OTHER)
         assert pool.owners() == [READER]
 
+    def test_what_is_let_go_takes_no_room_from_what_is_stored_next(self, pool):
+        self.store(pool, *map(new, range(16)))
+        for owner in (READER, OTHER):
+            pool.acquire([key_of(number) for number in range(16)], owner, float("inf"))
+        pool.hide([key_of(0)])
+        pool.let_go(READER)
+        assert outcomes(pool.reserve([new("next")], WRITER)) == [ReserveStatus.FULL]
+        pool.let_go(OTHER)
+        assert outcomes(pool.reserve([new("next"), new("another")], WRITER)) == [ReserveStatus.RESERVED] * 2
+
     def test_each_owner_that_pins_nothing_any_more_is_told(self, pool):
         heard: list[object] = []
         pool.listen_owners(heard.append)

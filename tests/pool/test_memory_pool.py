@@ -50,6 +50,24 @@ def test_warmth_is_reported():
     assert pool.statistics().warm_bytes == arena.nbytes
 
 
+@pytest.mark.parametrize("how", ["lease", "acquire", "hold"])
+def test_what_is_let_go_takes_nothing_of_the_share_of_leases(how, monkeypatch):
+    monkeypatch.setattr("layerflow.pool.memory.PINS_AT_ONCE", 1)
+    pool = MemoryPool(Arena(16 * OBJECT), lease_share=0.5)
+    keys = [key_of(number) for number in range(16)]
+    pool.reserve([new(number) for number in range(16)], WRITER)
+    pool.commit(keys, WRITER)
+    pool.hold(keys[:8], READER, math.inf, lease=True)
+    pool.let_go(READER)
+    more = {"lease": True} if how != "lease" else {}
+    getattr(pool, how)(keys[6:12], OTHER, math.inf, **more)
+    assert pool.pinned_by(OTHER) == 6
+    pool.validate()
+    assert pool.statistics().pinned == 8, "no more have ended than were wanted"
+    pool.acquire(keys[:2], OTHER, math.inf)
+    assert pool.statistics().pinned == 8, "what fits ends none"
+
+
 def test_low_memory_goes_first_because_it_is_warm_first():
     pool = MemoryPool(Arena(1 << 20))
     offsets = [reserved.offset for reserved in pool.reserve([new(i) for i in range(64)], WRITER)]

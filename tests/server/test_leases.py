@@ -149,13 +149,29 @@ def test_what_is_let_go_at_once_ends_in_turns_and_is_nobodys_meanwhile() -> None
     for owner in owners:
         world.leases.let_go(owner)
         assert world.pool.copy_pins(owner, world.keys[:1], "step") is None
-    assert world.pins() == pins[0]
+    pins.append(world.pins())
+    assert pins[0] - pins[1] == PINS_PER_TURN and len(world.turns) == 1, "the first end at once"
     world.pool.acquire(world.keys[:1], owners[0], math.inf)
     while world.turns:
         world.turn()
         pins.append(world.pins())
     assert pins[-1] == world.pool.pinned_by(owners[0]) == 1, "a lease that was made meanwhile stays"
-    assert max(before - after for before, after in itertools.pairwise(pins[1:])) == PINS_PER_TURN
+    assert max(before - after for before, after in itertools.pairwise(pins[2:])) == PINS_PER_TURN
+
+
+def test_many_small_leases_that_are_let_go_end_few_objects_a_round() -> None:
+    world = World(4)
+    for number in range(1000):
+        world.pool.acquire(world.keys, lease_owner("e", f"r{number}"), math.inf)
+    pins = [world.pins()]
+    for number in range(1000):
+        world.leases.let_go(lease_owner("e", f"r{number}"))
+    pins.append(world.pins())
+    while world.turns:
+        world.turn()
+        pins.append(world.pins())
+    assert pins[-1] == 0
+    assert max(before - after for before, after in itertools.pairwise(pins)) <= PINS_PER_TURN
 
 
 def test_a_lease_is_counted_by_its_objects_until_it_ends() -> None:

@@ -234,7 +234,7 @@ class Pool(Protocol):
 
     def let_go(self, owner: Owner) -> None:
         """As :meth:`release` of all pins, at once however many they are: they are the owner's no more, and end in
-        :meth:`expire`.
+        :meth:`expire`, or where a lease or a reservation wants what they take.
         """
         ...
 

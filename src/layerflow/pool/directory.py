@@ -283,6 +283,11 @@ class Directory:
         """The owner's pins are its no more; :meth:`expire` drops them. However many they are, this is done at once."""
         self.transfer_pins(owner, ("let_go", next(self._let_go)), -math.inf)
 
+    @property
+    def lets_go(self) -> bool:
+        """May some pins be nobody's, and still there?"""
+        return self._ends.due(-math.inf)
+
     def expire(self, now: float, most: int = sys.maxsize) -> tuple[int, list[DirectoryEntry]]:
         """Drop pins that run out at or before `now`, `most` at a time: how many, and the entries now unpinned."""
         dropped, idle = 0, []

@@ -228,6 +228,9 @@ class Room:
         self.evicted_bytes += entry.room
 
 
+PINS_AT_ONCE = 256
+"""Pins that are let go of may end together, if so many or fewer: whoever wants their room waits for that."""
+
 _UINT32 = 1 << 32
 
 _EXISTS = Reservation(ReserveStatus.EXISTS, -1)
@@ -363,7 +366,7 @@ class MemoryPool:
 
     def _pin(self, there: Sequence[DirectoryEntry], owner: Owner, until: float, lease: bool) -> None:
         """Pin these, as far as leases may, and count."""
-        fresh, first = self._directory.pin(there, owner, until, self._most(lease))
+        fresh, first = self._directory.pin(there, owner, until, self._most(lease, there))
         self._room.park(first)
         self._policy.use(fresh)
         self._hits += len(there)
@@ -371,7 +374,7 @@ class MemoryPool:
     def hold(self, keys: Sequence[bytes], owner: Owner, until: float, *, lease: bool = False) -> None:
         """Pin complete objects without counting a hit or a use; what is not there is left out."""
         there = [entry for entry in self._directory.find(keys) if entry is not None]
-        self._room.park(self._directory.pin(there, owner, until, self._most(lease))[1])
+        self._room.park(self._directory.pin(there, owner, until, self._most(lease, there))[1])
 
     def transfer_pins(self, owner: Owner, heir: Owner, until: float) -> None:
         """All pins of `owner` are `heir`'s from now on, until `until`, or longer where `heir` had some."""
@@ -398,7 +401,7 @@ class MemoryPool:
         return len(pins[0] if len(pins) == 1 else set().union(*pins))
 
     def let_go(self, owner: Owner) -> None:
-        """The owner's pins are its no more, and end in :meth:`expire`, however early it is told."""
+        """The owner's pins are its no more, and end in :meth:`expire`, however early it is told, or for their room."""
         self._directory.let_go(owner)
 
     def expire(self, now: float, most: int = sys.maxsize) -> int:
@@ -442,6 +445,8 @@ class MemoryPool:
                 if key not in claimed:
                     claimed.add(key)
                     wanted.setdefault(slots.stride(new.nbytes), []).append(index)
+        if wanted:
+            self._end_let_go(len(claimed))
         for index, offset, room in self._room.place(wanted):
             self._directory.reserve(DirectoryEntry(objects[index], self._slots.extent_at(offset), offset, room, owner))
             self._headers.erase_before(offset, room)
@@ -600,8 +605,19 @@ class MemoryPool:
                     self._directory.forget(entry)
                     self._room.free(entry)
 
-    def _most(self, lease: bool) -> float:
-        return self._lease_share * self._slots.capacity_bytes if lease else math.inf
+    def _most(self, lease: bool, there: Sequence[DirectoryEntry]) -> float:
+        """Bytes that all pins may take where these are to be pinned; pins that are let go of end first for a lease."""
+        if not lease:
+            return math.inf
+        most, directory = self._lease_share * self._slots.capacity_bytes, self._directory
+        if directory.lets_go and directory.pinned_bytes + sum([e.room for e in there if not e.readers]) > most:
+            self._end_let_go(len(there))
+        return most
+
+    def _end_let_go(self, wanted: int) -> None:
+        """So many pins that are let go of end, or a few more: they take no room from so many objects."""
+        if self._directory.lets_go:
+            self.expire(-math.inf, max(wanted, PINS_AT_ONCE))
 
 
 def _impossible(new: NewObject) -> BadKey | PoolError:

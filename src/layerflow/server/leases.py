@@ -147,26 +147,26 @@ class Leases:
         self._incoming.drop_lease(owner)
 
     def let_go(self, owner: Owner) -> None:
-        """The owner's pins are its no more; they end in turns with the rest of the loop."""
+        """The owner's pins are its no more; the first end at once, others in turns with the rest of the loop."""
         if self._pool.pinned_by(owner):
             self._pool.let_go(owner)
-            self._schedule()
+            self._begin()
 
     def expire(self, now: float) -> None:
         """Pins whose time is over at `now`, monotonic seconds, end: the first at once, others in turns."""
         self._expired = now
+        self._begin()
+
+    def _begin(self) -> None:
         if not self._scheduled:
             self._turn()
 
-    def _schedule(self) -> None:
-        if not self._scheduled:
+    def _turn(self) -> None:
+        # Behind a turn that ends any there is another: however often pins are let go of, no more end in a round.
+        self._scheduled = False
+        if self._pool.expire(self._expired, PINS_PER_TURN):
             self._scheduled = True
             self._soon(self._turn)
-
-    def _turn(self) -> None:
-        self._scheduled = False
-        if self._pool.expire(self._expired, PINS_PER_TURN) >= PINS_PER_TURN:
-            self._schedule()
 
 
 def _who(asker: ClientSession) -> Hashable:
