@@ -179,22 +179,22 @@ def test_a_key_that_has_all_places_of_readers_gives_one_to_another_key(embed: Em
 
 
 def test_no_lease_lasts_longer_unread_than_the_owner_keeps_it(embed: Embed, reader_of: Readers) -> None:
-    server = embed(peers__serve=True, peers__lease_ms=5_000)
+    server = embed(peers__serve=True, peers__lease_ms=60_000)
     worker = worker_on(server, spec=SPEC, engine="p")
     chain = worker.prompt(64)
     worker.serve(chain)
     p, reader = RawClient(server.context, server.endpoint, SPEC, "p"), reader_of(server)
-    p.say(wire.OpenHandoff(9, "h", chain.parent(0), b"".join(chain.digests), len(chain), chain.tail, 1, 60_000))
+    p.say(wire.OpenHandoff(9, "h", chain.parent(0), b"".join(chain.digests), len(chain), chain.tail, 1, 600_000))
     p.say(wire.EndHandoff("h", len(chain)))
     lender, handoffs = server.server.peers.lending, server.server.handoffs
     assert eventually(lambda: server.call(lambda: handoffs.statistics().complete) == 1)
     keys = [object_key(digest, 0, SPEC.shard) for digest in chain.digests]
     reader.look(keys, 3_600_000, "h", 60_000)
     found = reader.hear(wire.PeerFound)
-    assert found.lease and found.lease_ms == 5_000
+    assert found.lease and found.lease_ms == 60_000
     now = time.monotonic()
-    assert server.call(lambda: lender._ends.until(lender._leases[found.lease])) <= now + 5.0
-    assert server.call(lambda: handoffs.due(handoffs.get("h"))) <= now + 5.0
+    assert server.call(lambda: lender._ends.until(lender._leases[found.lease])) <= now + 60.0
+    assert server.call(lambda: handoffs.due(handoffs.get("h"))) <= now + 60.0
     p.close()
     worker.agent.close()
 
