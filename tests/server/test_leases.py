@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 from e2e.known import small_spec
 
-from layerflow.hits import NO_BLOCKS, HitLength
+from layerflow.hits import NO_BLOCKS, HitLength, Tail
 from layerflow.keys import object_keys
 from layerflow.objects import HEADER_BYTES
 from layerflow.pool.base import NewObject
@@ -25,6 +25,7 @@ from layerflow.server.handlers.lookup_requests import LookupRequest
 from layerflow.server.handlers.lookups import LookupHandler
 from layerflow.server.incoming import IncomingFetches, IncomingFetchJob, IncomingObjects
 from layerflow.server.leases import PINNED_BYTES, PINS_PER_TURN, Leases, lease_owner
+from layerflow.server.plans import PinnedHits
 from layerflow.wire import messages as wire
 from layerflow.wire.rights import HERE
 from server.support import Memory
@@ -74,25 +75,30 @@ class World:
         job = IncomingFetchJob(1, source, list(self.coming), (0,), set(range(COMING)))
         self.incoming.add(job, [(0, 1)] * COMING)
 
-    def look(self, asker: ClientSession, request: str) -> Iterator[object]:
-        """A lookup that hits all that is stored and all that is coming: its slices."""
+    def look(self, asker: ClientSession, request: str, *, planned: bool = False) -> Iterator[object]:
+        """A lookup that hits all that is stored and all that is coming, as tails where it is planned: its slices."""
+        workers = [SimpleNamespace(number=7, direct=False)] if planned else []
         context = SimpleNamespace(
             pool=self.pool,
             driver=SimpleNamespace(incoming=self.incoming),
             leases=self.leases,
             settings=lambda: SimpleNamespace(max_leases=MOST_LEASES),
-            sessions=SimpleNamespace(workers_of=lambda _: []),
+            sessions=SimpleNamespace(workers_of=lambda _: workers),
             sources=object(),
+            plans=PinnedHits(self.pool, self.leases, lambda: 10.0),
+            incarnation=1,
             recorder=SimpleNamespace(current=None),
             metrics=Mock(),
             send=lambda *_: None,
         )
-        tokens = len(self.digests) * SPEC.chunk_tokens
+        stored = len(self.keys) if planned else len(self.digests)
+        tails = tuple(Tail(stored, 1, digest, 0) for digest in self.digests[stored:])
+        tokens = stored * SPEC.chunk_tokens
         message = wire.Lookup(1, request, bytes(16), b"".join(self.digests), tokens + 1, 60_000, bytes(16))
 
         def search() -> Generator[None, None, HitLength]:
             yield from ()
-            return HitLength(tokens, ())
+            return HitLength(tokens, tails)
 
         asked = LookupRequest(message, self.digests, NO_BLOCKS)
         return cast(Any, LookupHandler(cast(Any, context))._find(asker, asked, 0.0, search).__await__())
@@ -235,6 +241,16 @@ def test_a_plan_that_takes_over_a_lease_has_to_fit_by_what_it_is_more() -> None:
     charge.release()
     assert world.pool.pinned_by("plan") == OBJECTS
     assert asker.account.nbytes == SHARE - LEASE - COMING * PINNED_BYTES - ENTRY_BYTES
+
+
+def test_a_request_with_a_plan_counts_until_that_ends_whatever_else_is_to_come() -> None:
+    world = World()
+    world.begin()
+    asker = world.client()
+    deque(world.look(asker, "r", planned=True))
+    assert world.incoming.leased_by(lease_owner("e", "r")) == COMING
+    assert asker.hit_leases == {"r": math.inf}
+    assert asker.account.nbytes == LEASE + ENTRY_BYTES + COMING * PINNED_BYTES
 
 
 @pytest.mark.parametrize("how", ["lost", "refused", "keeps too much"])

@@ -264,7 +264,8 @@ class LookupHandler:
             if session.resets != resets:
                 raise Replaced
             plan = self._plan(session, message, owner) if places else 0
-            self._keep(session, message.request, owner, until)
+            if self._keep(session, message.request, owner, until) and not plan:  # a plan counts until it ends
+                session.hit_leases[message.request] = until
         finally:  # what has become neither a plan's nor the lease's, as the client is lost, say, or keeps too much
             self._context.leases.end(owner)
         tokens = self._found(
@@ -320,14 +321,14 @@ class LookupHandler:
         numbers = [worker.number for worker in workers]
         return context.plans.keep(session, message.request, numbers, owner, charge)
 
-    def _keep(self, session: ClientSession, request: str, owner: Owner, until: float) -> None:
-        """Make what `owner` pins, and what of the hit is still to come, the request's lease.
+    def _keep(self, session: ClientSession, request: str, owner: Owner, until: float) -> bool:
+        """Make what `owner` pins, and what of the hit is still to come, the request's lease. Is there any?
 
         Where the client keeps too much, the hit stays one: it can be loaded as long as nothing else takes the room.
         """
         context = self._context
         if not context.leases.holds(owner):
-            return
+            return False
         try:
             check_leases(session, request, context.settings().max_leases)
             context.leases.keep(session, request, owner, until)
@@ -335,8 +336,8 @@ class LookupHandler:
             unlogged = self._log_limit.admit(time.monotonic())
             if unlogged is not None:
                 log.warning("hit_not_leased", session=session.number, reason=str(refused), unlogged=unlogged)
-        else:
-            session.hit_leases[request] = until
+            return False
+        return True
 
     def _found(
         self,
