@@ -446,7 +446,7 @@ async def test_a_prompt_of_a_streamed_list_is_started_again_though_another_one_s
     """What the client has of one prompt says nothing of the others: its decoder would wait for a hand-off in vain."""
     streams, sent = anyio.Event(), []
 
-    async def prefill(instance, path, body, headers, **_):
+    async def prefill(instance, path, body, headers, settings):
         if fails == "prefill" and b'"bad"' in body:
             await streams.wait()
             raise UpstreamError("it is gone", 500)

@@ -1,7 +1,9 @@
 """What clients send, and what engines answer, that is odd: it passes as it came, or hurts its own request only."""
 
+import contextlib
 import json
 import time
+from collections.abc import AsyncIterator
 
 import anyio
 import httpx
@@ -20,7 +22,7 @@ from layerflow.proxy.request import CHAT, COMPLETIONS, MOST_NAMES, Body, parse_b
 from layerflow_testing.stub_engine import Behaviour, StubEngine
 
 from .raw_engine import RawEngine, raw_answer
-from .scene import OPERATOR, ORDERS, ROOM, at, ended, events_of, numbered, proxied, said, settled
+from .scene import OPERATOR, ORDERS, ROOM, Scene, at, ended, events_of, numbered, proxied, said, settled
 
 
 def indices(answer: httpx.Response) -> list[int]:
@@ -356,29 +358,31 @@ async def test_the_answers_to_a_list_are_let_go_of_as_they_are_sent():
     assert [one["index"] for one in json.loads(b"".join(written))["choices"]] == [0, 1, 2, 3]
 
 
+@contextlib.asynccontextmanager
+async def asked_and_not_read(scene: Scene) -> AsyncIterator[None]:
+    """A client that has asked, and takes no byte of its answer; gone behind the block."""
+    host, port = scene.url.removeprefix("http://").split(":")
+    async with await anyio.connect_tcp(host, int(port)) as silent:
+        body = b'{"prompt": "a"}'
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        await silent.send(head.encode() + body)
+        yield
+
+
 async def test_an_answer_is_kept_for_a_client_that_takes_it_and_no_longer():
     with StubEngine() as prefiller, StubEngine(Behaviour(raw=_large(32 << 20))) as decoder:
-        async with proxied(prefiller, decoder, idle_timeout_s=0.5) as scene:
-            host, port = scene.url.removeprefix("http://").split(":")
-            async with await anyio.connect_tcp(host, int(port)) as silent:
-                body = b'{"prompt": "a"}'
-                head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
-                await silent.send(head.encode() + body)
-                while await scene.metric("layerflow_proxy_request_bytes") < 32 << 20:
-                    pass
-                while await scene.metric("layerflow_proxy_clients_gone_total") < 1:
-                    pass
-                assert await scene.metric("layerflow_proxy_request_bytes") == 0
+        async with proxied(prefiller, decoder, idle_timeout_s=3) as scene, asked_and_not_read(scene):
+            while await scene.metric("layerflow_proxy_request_bytes") < 32 << 20:
+                pass
+            while await scene.metric("layerflow_proxy_clients_gone_total") < 1:
+                pass
+            assert await scene.metric("layerflow_proxy_request_bytes") == 0
 
 
 async def test_an_engine_whose_answer_has_been_read_is_not_busy_while_its_client_takes_it():
     with StubEngine() as prefiller, StubEngine(Behaviour(raw=_large(32 << 20))) as decoder:
         async with proxied(prefiller, decoder, idle_timeout_s=600) as scene:
-            host, port = scene.url.removeprefix("http://").split(":")
-            async with await anyio.connect_tcp(host, int(port)) as silent:
-                body = b'{"prompt": "a"}'
-                head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
-                await silent.send(head.encode() + body)
+            async with asked_and_not_read(scene):
                 with anyio.fail_after(20):
                     while await scene.metric("layerflow_proxy_request_bytes") < 32 << 20:
                         pass

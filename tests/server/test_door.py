@@ -187,13 +187,18 @@ async def test_half_received_messages_of_all_clients_are_bounded(world: World, m
         assert len(message) == MOST
 
 
+def one_decent_and_greedy_ones(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the next five connections the first is one process's, and the others are another one's."""
+    names = iter(["decent", *["greedy"] * 4])
+    monkeypatch.setattr(world.door, "_who", lambda _: next(names))
+
+
 async def test_who_holds_most_half_received_messages_gives_way_first(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not who has been sending for longest: one client with several connections takes nobody else's room."""
     monkeypatch.setattr(world.door, "_most_half_received", 3 * (MOST + 9))
-    names = iter(["decent", *["greedy"] * 4])
-    monkeypatch.setattr(world.door, "_who", lambda _: next(names))
+    one_decent_and_greedy_ones(world, monkeypatch)
     async with contextlib.AsyncExitStack() as stack:
         begun = []
         for number in range(5):
@@ -255,8 +260,7 @@ async def test_who_leaves_most_unread_over_all_its_connections_is_hung_up_on_fir
     """Not who waits for the largest answer: one client with several connections ends nobody else's."""
     answer = bytes(8 * MOST)
     monkeypatch.setattr(door_module, "ALL_UNREAD_BYTES", 30 * MOST)
-    names = iter(["decent", *["greedy"] * 4])
-    monkeypatch.setattr(world.door, "_who", lambda _: next(names))
+    one_decent_and_greedy_ones(world, monkeypatch)
     async with contextlib.AsyncExitStack() as stack:
         identities = []
         for _ in range(5):

@@ -95,7 +95,7 @@ class Exchange:
         cached, began = None, context.clock()
         try:
             with instance.busy(self.tokens):
-                done = await prefill(instance, self.request.path, body, headers, settings=context.settings)
+                done = await prefill(instance, self.request.path, body, headers, context.settings)
             cached = done.cached_tokens
         except UpstreamError as error:
             self.failed(instance, error)

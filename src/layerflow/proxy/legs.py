@@ -598,19 +598,17 @@ def prefill_body(body: Body, params: Mapping[str, Any]) -> bytes:
     return body.changed(asked, _DROPPED).encode()
 
 
-async def prefill(
-    instance: Instance, path: str, body: bytes, headers: Headers, *, settings: ProxySettings
-) -> Prefilled:
+async def prefill(instance: Instance, path: str, body: bytes, headers: Headers, settings: ProxySettings) -> Prefilled:
     """Run the prefill. Cancelling it closes the connection, and so aborts it in the engine.
 
     :raises UpstreamError: it failed, fell silent, refused, or answered 200 without an answer.
     """
-    engine, timeout_s, most = instance.title, settings.prefill_timeout_s, settings.max_request_bytes
+    engine, timeout_s = instance.title, settings.prefill_timeout_s
     with instance.breaker.watch(), instance.given_up_when_down():
         try:
             with anyio.fail_after(timeout_s):
                 async with post(instance, path, body, headers, settings.idle_timeout_s) as response:
-                    content = await read_answer(engine, response, most, settings.idle_timeout_s)
+                    content = await read_answer(engine, response, settings.max_request_bytes, settings.idle_timeout_s)
         except TimeoutError:
             raise UpstreamError(f"{engine} did not answer in {timeout_s:g} s", 504) from None
         answer = whole_answer(engine, content)

@@ -459,9 +459,11 @@ class Clients:
         gone = first_to_go([session for session in connections if not session.at_fd_server], comer)
         if gone is None:
             raise ProtocolError(f"server.max_clients = {most} clients without memory are connected; close some")
-        self._send(gone, wire.Problem(-1, "too_many", f"server.max_clients = {most} clients without memory are "
-                   "connected, and another one has come: of the key or process with most of them the one that was "
-                   "silent longest makes room; close some"))  # fmt: skip
+        told = (
+            f"server.max_clients = {most} clients without memory are connected, and another one has come: of the key "
+            "or process with most of them the one that was silent longest makes room; close some"
+        )
+        self._send(gone, wire.Problem(-1, "too_many", told))
         self._lose_session(gone, "too_many")
 
     def entered(self, token: bytes, wanted: bytes) -> bool:
