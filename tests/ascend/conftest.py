@@ -12,7 +12,7 @@ import engines
 import pytest
 from ascend import BLOCK, PER_MODEL, AscendEngine, ascend_store
 from comparison import Right
-from engines import close, connector
+from engines import close, connector, multi
 from scenario import Prompt
 
 from layerflow_cli.bench.harness import ServerProcess
@@ -51,6 +51,13 @@ class Rig:
         return self._start("ascend-store", ascend_store())
 
     @cached_property
+    def among(self) -> AscendEngine:
+        """With layerflow in vLLM-Ascend's MultiConnector, behind a connector that hands prompts over."""
+        foreign = {"kv_connector": "PrefillConnector", "kv_connector_module_path": "foreign", "kv_role": "kv_both"}
+        ours = connector(self.server.endpoint, mode="layerwise", **self.chunks)
+        return self._start("among", multi(foreign, ours))
+
+    @cached_property
     def plain(self) -> AscendEngine:
         """Without a connector: what tokens must be."""
         return self._start("plain", None)
@@ -78,7 +85,7 @@ class Rig:
     def close(self) -> None:
         """End what runs."""
         running = vars(self)
-        close([running[name] for name in ("ours", "theirs", "plain") if name in running])
+        close([running[name] for name in ("ours", "theirs", "among", "plain") if name in running])
         if "server" in running:
             self.server.close()
 

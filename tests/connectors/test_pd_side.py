@@ -91,8 +91,8 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return reasons
 
 
-def house(*groups: GroupSpec, child: bool = False, options: PdOptions | None = None, **more: Any) -> House:
-    return House(*groups, handoffs=HandoffSide(options, "engine", child=child), **more)
+def house(*groups: GroupSpec, options: PdOptions | None = None, **more: Any) -> House:
+    return House(*groups, handoffs=HandoffSide(options, "engine"), **more)
 
 
 def finish(made: SimpleNamespace, status: str = "FINISHED_LENGTH_CAPPED", computed: int | None = None) -> None:
@@ -210,8 +210,18 @@ class TestPrefill:
         p.side.reset()
         assert "weights" in p.lookups.ended[0][2]
 
-    def test_among_other_connectors_it_is_an_ordinary_prompt(self) -> None:
-        p = house(child=True)
+    @pytest.mark.parametrize("options", [None, PdOptions(answer=False)])
+    def test_among_other_connectors_it_is_an_ordinary_prompt_and_theirs_to_answer(
+        self, options: PdOptions | None
+    ) -> None:
+        p = house(child=True, options=options)
+        made = p.arrive(hit=Hit(0), kv_transfer_params=PREFILL_FIRST)
+        finish(made)
+        assert p.lookups.opened == []
+        assert p.side.finished(made)[1] is None
+
+    def test_alone_it_says_what_it_loaded_whatever_it_answers(self) -> None:
+        p = house(options=PdOptions(answer=False))
         made = p.arrive(hit=Hit(0), kv_transfer_params=PREFILL_FIRST)
         finish(made)
         assert p.lookups.opened == []
@@ -219,8 +229,18 @@ class TestPrefill:
 
     def test_among_other_connectors_where_it_is_told_to_answer(self) -> None:
         p = house(child=True, options=PdOptions(answer=True))
-        p.arrive(kv_transfer_params=PREFILL_FIRST)
+        made = p.arrive(hit=Hit(0))
+        finish(made)
+        assert p.side.finished(made)[1] == {"layerflow": {"hit_tokens": 0}}
+        p.arrive("other", kv_transfer_params=PREFILL_FIRST)
         assert len(p.lookups.opened) == 1
+
+    def test_among_other_connectors_a_hand_off_of_its_own_is_told(self) -> None:
+        d = house(child=True)
+        made = d.arrive(hit=Hit(0), kv_transfer_params=TO_DECODE | {"layerflow": {"handoff": "x", "incarnation": "1"}})
+        finish(made)
+        told = d.side.finished(made)[1]
+        assert told is not None and "handoff" in told["layerflow"]
 
 
 class TestDecode:

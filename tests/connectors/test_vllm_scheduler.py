@@ -87,13 +87,14 @@ class House:
         content: str = "weights",
         handoffs: HandoffSide | None = None,
         drafts: tuple[str, ...] = (),
+        child: bool = False,
         **options: Any,
     ) -> None:
         spec = msgspec.structs.replace(spec_of(*groups, content=content), shard=Shard(drafts=drafts))
         count = len(spec.groups)
         sizes = [group.block_size for group in spec.groups]
         self.side = SchedulerSide(Options(**options), "engine", sizes, can_fail_in_background=fails, handoffs=handoffs)
-        layout = WorkerLayout(msgspec.msgpack.encode(spec), tuple(range(count)), "ipc:///nowhere")
+        layout = WorkerLayout(msgspec.msgpack.encode(spec), tuple(range(count)), "ipc:///nowhere", child)
         self.side.meet_workers([layout] * ranks)
         self.side.step_loads.seen(hooked(spec, ranks))
         self.tables = tuple([*BLOCKS] for _ in spec.groups)

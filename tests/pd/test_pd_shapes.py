@@ -80,7 +80,7 @@ def test_inside_a_multi_connector(serve: Serve, vllm: Start, plain: Start, tmp_p
     arguments = {"disable_hybrid_kv_cache_manager": True}
 
     def engine(role: str, pd: bool) -> Engine:
-        ours = connector(server.endpoint, role, pd=pd, **EXTRA)
+        ours = connector(server.endpoint, role, **({"pd": True} if pd else {}), **EXTRA)
         return vllm("llama", kv_transfer_config=among(ours, tmp_path / f"{role}-{pd}", role), **arguments)
 
     decode = engine("kv_consumer", pd=True)

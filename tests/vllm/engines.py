@@ -80,6 +80,16 @@ def connector(endpoint: str | None, role: str = "kv_both", policy: str = "recomp
     }
 
 
+def multi(*connectors: dict[str, Any]) -> dict[str, Any]:
+    """A ``kv_transfer_config`` of several connectors."""
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": list(connectors)},
+    }
+
+
 class EngineFailed(AssertionError):
     """The engine's process raised, hung or died; the message ends with its own words."""
 

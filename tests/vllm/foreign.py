@@ -1,14 +1,16 @@
-"""A connector as NIXL's is towards a MultiConnector: it has a handshake, and refuses every other."""
+"""Connectors as NIXL's is towards a MultiConnector: with a handshake that refuses every other, and with hand-offs."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from scenario import Answer
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    SupportsHMA,
 )
 
 
@@ -50,3 +52,35 @@ class HandshakeConnector(KVConnectorBase_V1):
 
     def wait_for_save(self) -> None:
         pass
+
+
+PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+"""What a router asks of a prefill engine."""
+HANDED_OVER = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_block_ids": [[1, 2]],
+    "remote_engine_id": "foreign",
+    "remote_host": "localhost",
+    "remote_port": 5600,
+}
+
+
+class PrefillConnector(HandshakeConnector, SupportsHMA):
+    """Says of each prompt that was prefilled for another engine where it lies."""
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        asked = request.kv_transfer_params or {}
+        return False, dict(HANDED_OVER) if asked.get("do_remote_decode") else None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0])
+
+
+def assert_handed_over(answer: Answer) -> None:
+    """Its response says what the connector above said, and nothing of another connector's."""
+    assert answer.transfer is not None
+    assert answer.transfer.items() >= HANDED_OVER.items()
+    assert "layerflow" not in answer.transfer

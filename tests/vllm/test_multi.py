@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 from comparison import MAX_TOKENS, prompt, settled
-from engines import VERSION, Engine, connector
+from engines import VERSION, Engine, connector, multi
+from foreign import PREFILL, assert_handed_over
+from scenario import Terms
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from layerflow.connectors.vllm import LayerflowConnector
@@ -18,16 +20,6 @@ CHUNK = 64
 
 Serve = Callable[..., ServerProcess]
 Start = Callable[..., Engine]
-
-
-def multi(*connectors: dict[str, Any]) -> dict[str, Any]:
-    """A ``kv_transfer_config`` of several connectors."""
-    return {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": list(connectors)},
-    }
 
 
 def example(folder: Path) -> dict[str, Any]:
@@ -93,6 +85,25 @@ def test_behind_a_connector_with_a_handshake_of_its_own(serve: Serve, vllm: Star
         settled(server.endpoint)
         engine.assert_no_block_lost()
         engine.close()
+
+
+@pytest.mark.timeout(300)
+def test_beside_a_connector_that_hands_prompts_over(serve: Serve, vllm: Start, plain: Start) -> None:
+    """As NIXL on a prefill engine: it answers the keys of a hand-off, and vLLM ends where two connectors do."""
+    server = serve()
+    foreign = {"kv_connector": "PrefillConnector", "kv_connector_module_path": "foreign", "kv_role": "kv_both"}
+    ours = connector(server.endpoint, mode="layerwise", chunk_tokens=CHUNK)
+    asked = prompt(1, 200)
+    wanted = plain("llama").one(asked, max_tokens=1).tokens
+    engine = vllm("llama", kv_transfer_config=multi(foreign, ours))
+    for cached in (0, 199):
+        answer = engine.one(asked, max_tokens=1, terms=Terms(transfer=PREFILL))
+        assert (answer.tokens, answer.cached) == (wanted, cached)
+        assert_handed_over(answer)
+        settled(server.endpoint)
+        engine.reset()
+    assert engine.one(asked, max_tokens=1).transfer is None
+    engine.assert_no_block_lost()
 
 
 def test_statistics_that_come_from_another_process_are_understood() -> None:

@@ -154,7 +154,6 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     transfer.engine_id,
                     producer=transfer.is_kv_producer,
                     consumer=transfer.is_kv_consumer,
-                    child=self._is_child,
                     block_sizes=tuple(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups),
                     context=context,
                     data_parallel_rank=vllm_config.parallel_config.data_parallel_index,
@@ -318,6 +317,7 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 taken_back=self._takes_back,
                 splits=bool(getattr(self._vllm_config.parallel_config, "use_ubatching", False)),
                 weights=self._weights,
+                child=self._is_child,
             )
             begun.pop_all()  # from here on the worker's side closes the agent
 

@@ -343,11 +343,13 @@ class WorkerLayout(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     :param spec: msgpack of :class:`layerflow.spec.ModelSpec`.
     :param vllm_groups: see :class:`.layout.Layout`.
     :param endpoint: where the server listens (the embedded one's is chosen by the worker).
+    :param child: the connector is one of a MultiConnector's: of vLLM's processes, only a worker's can tell.
     """
 
     spec: bytes
     vllm_groups: tuple[int, ...]
     endpoint: str
+    child: bool = False
 
     @property
     def model_spec(self) -> ModelSpec:

@@ -249,7 +249,6 @@ class HandoffSide:
 
     :param producer: vLLM's ``kv_role`` lets this engine prefill for others.
     :param consumer: it lets it decode what they have prefilled.
-    :param child: the connector is one of a MultiConnector's.
     :param data_parallel_rank: of this engine among `data_parallel_size`.
     """
 
@@ -260,7 +259,6 @@ class HandoffSide:
         *,
         producer: bool = True,
         consumer: bool = True,
-        child: bool = False,
         block_sizes: tuple[int, ...] = (),
         context: ContextParallel = ALONE,
         data_parallel_rank: int = 0,
@@ -270,7 +268,7 @@ class HandoffSide:
         self._engine_id = engine_id
         self._incarnation = secrets.token_hex(4)
         self._producer, self._consumer = producer, consumer
-        self._answers = not child if self.options.answer is None else self.options.answer
+        self._child = False
         self._block_sizes = block_sizes
         self._context = context
         self._truncates = False
@@ -285,11 +283,15 @@ class HandoffSide:
             answer = query_answer(engines, self.options.servers, self._incarnation)
             self._bootstrap = BootstrapServer(port, lambda: answer)
 
-    def meet(self, lookups: Lookups, control: Control, spec: ModelSpec, *, partial: bool = True) -> None:
+    def meet(
+        self, lookups: Lookups, control: Control, spec: ModelSpec, *, partial: bool = True, child: bool = False
+    ) -> None:
         """The workers are known.
 
         :param partial: a prompt's last, partial chunk is saved.
+        :param child: the connector is one of a MultiConnector's.
         """
+        self._child = child
         first = urlsplit(self.options.servers[0]) if self.options.servers else None
         sizes = Sizes(
             engine_id=self._engine_id,
@@ -335,7 +337,8 @@ class HandoffSide:
             self.options.lease_s,
             self.options.prefill_servers,
         )
-        part = part_of(request_params, answers=self._answers, producer=self._producer, consumer=self._consumer)
+        answers = not self._child if self.options.answer is None else self.options.answer
+        part = part_of(request_params, answers=answers, producer=self._producer, consumer=self._consumer)
         if isinstance(part, NoHandoff) and part.reason:
             log.warning("handoff_not_followed", request=request.request_id, reason=part.reason)
         if isinstance(part, PrefillPart) and self._truncates:
@@ -487,6 +490,16 @@ class HandoffSide:
             return {KEY: told}
         return {}
 
+    def response(self, summary: dict[str, Any], told: dict[str, Any]) -> dict[str, Any] | None:
+        """A response's ``kv_transfer_params``: what its hand-off tells, and a summary; both may use our key.
+
+        A MultiConnector may end the engine where two of its connectors say anything (vLLM-Ascend's does, and others
+        where they say the same key): there a summary alone is told only where the user has these keys answered here.
+        """
+        if self._child and not told and not self.options.answer:
+            return None
+        return {**summary, **told, KEY: {**told.get(KEY, {}), **summary.get(KEY, {})}}
+
     def close(self) -> None:
         """End its threads."""
         if self._decoding is not None:
@@ -508,11 +521,6 @@ class HandoffSide:
 def _is_shared(request: str, handoff: DecodeHandoff) -> bool:
     """Has each of the request's n samples the same hand-off? What this engine has asked a metaserver for is its own."""
     return _CHILD.match(request) is not None and not handoff.part.metaserver
-
-
-def merged(response: dict[str, Any], told: dict[str, Any]) -> dict[str, Any]:
-    """A response's ``kv_transfer_params`` with what a hand-off adds to them; both may say something under our key."""
-    return {**response, **told, KEY: {**told.get(KEY, {}), **response.get(KEY, {})}}
 
 
 def _truncate(request: Any, params: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ from layerflow.agent.values import MISS
 from layerflow.connectors.common.guard import attempt, guarded, nothing
 from layerflow.connectors.vllm.identity.identity import RequestKeys
 from layerflow.connectors.vllm.options import Options
-from layerflow.connectors.vllm.pd.side import HandoffSide, merged
+from layerflow.connectors.vllm.pd.side import HandoffSide
 from layerflow.connectors.vllm.plan import (
     NO_REPORT,
     Promise,
@@ -200,7 +200,7 @@ class SchedulerSide:
         self._introduce(first, connected)
         self._advisor = LoadPolicy(spec)
         self._saves = SavePlanner(spec, first.vllm_groups, self._block_tokens, self.options)
-        self._handoffs.meet(self._lookups, self._control, spec, partial=self.options.save_partial)
+        self._handoffs.meet(self._lookups, self._control, spec, partial=self.options.save_partial, child=first.child)
         wait_s, compute_s = self.options.lookup_wait_s, self._advisor.compute_seconds
         self._search = HitSearch(self._lookups, self._handoffs, wait_s, compute_s)
         if self.events is not None:
@@ -424,7 +424,7 @@ class SchedulerSide:
             self._held.add(tracked.id)
         if tracked.arriving:
             self._aborted.append(tracked.id)
-        return stays, merged(tracked.summary(), self._handoffs.finished(tracked, tables))
+        return stays, self._handoffs.response(tracked.summary(), self._handoffs.finished(tracked, tables))
 
     @guarded(lambda: False)
     def reset(self) -> bool:

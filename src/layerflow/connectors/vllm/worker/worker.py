@@ -82,6 +82,7 @@ class WorkerSide:
     :param taken_back: vLLM's scheduler is told which requests' loads have failed in a running step, not which blocks.
     :param splits: vLLM may compute a pass in micro-batches, each layer once for each of them.
     :param weights: what this worker computes with; None = nobody writes to it.
+    :param child: the connector is one of a MultiConnector's.
     """
 
     def __init__(
@@ -96,11 +97,13 @@ class WorkerSide:
         taken_back: bool = False,
         splits: bool = False,
         weights: LoadedWeights | None = None,
+        child: bool = False,
     ) -> None:
         self._agent = agent
         self._measured = agent.measured
         self._layout = layout
         self._endpoint = endpoint
+        self._child = child
         self._early = early
         self._order = LoadOrder(agent.record, in_flight)
         self._runner = RunnerOrder()
@@ -150,7 +153,7 @@ class WorkerSide:
     def greeting(self) -> WorkerLayout:
         """For the scheduler's side."""
         spec = msgspec.msgpack.encode(self._layout.spec)
-        return WorkerLayout(spec, self._layout.vllm_groups, self._endpoint)
+        return WorkerLayout(spec, self._layout.vllm_groups, self._endpoint, self._child)
 
     # -- before the forward pass --------------------------------------------------------------------
 
