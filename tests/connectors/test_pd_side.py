@@ -214,7 +214,7 @@ class TestPrefill:
     def test_among_other_connectors_it_is_an_ordinary_prompt_and_theirs_to_answer(
         self, options: PdOptions | None
     ) -> None:
-        p = house(child=True, options=options)
+        p = house(siblings=(), options=options)
         made = p.arrive(hit=Hit(0), kv_transfer_params=PREFILL_FIRST)
         finish(made)
         assert p.lookups.opened == []
@@ -228,7 +228,7 @@ class TestPrefill:
         assert p.side.finished(made)[1] == {"layerflow": {"hit_tokens": 0}}
 
     def test_among_other_connectors_where_it_is_told_to_answer(self) -> None:
-        p = house(child=True, options=PdOptions(answer=True))
+        p = house(siblings=(), options=PdOptions(answer=True))
         made = p.arrive(hit=Hit(0))
         finish(made)
         assert p.side.finished(made)[1] == {"layerflow": {"hit_tokens": 0}}
@@ -236,7 +236,7 @@ class TestPrefill:
         assert len(p.lookups.opened) == 1
 
     def test_among_other_connectors_a_hand_off_of_its_own_is_told(self) -> None:
-        d = house(child=True)
+        d = house(siblings=())
         made = d.arrive(hit=Hit(0), kv_transfer_params=TO_DECODE | {"layerflow": {"handoff": "x", "incarnation": "1"}})
         finish(made)
         told = d.side.finished(made)[1]

@@ -61,7 +61,7 @@ def connector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     before = set(sys.modules)
     module = importlib.import_module(CONNECTOR)
     made = module.LayerflowConnector.__new__(module.LayerflowConnector)
-    made._obstacle, made._worker, made._told_of_reading, made._is_child = "", None, False, True
+    made._obstacle, made._worker, made._told_of_reading, made._siblings = "", None, False, ()
     made._bound = None
     yield made
     for name in set(sys.modules) - before:  # nobody else sees the stand-ins
@@ -177,7 +177,8 @@ def test_with_enable_kv_nz_a_multi_connectors_engine_starts_and_moves_nothing(
     connector: Any, monkeypatch: pytest.MonkeyPatch, role: str, outer: str | None, inert: bool
 ) -> None:
     kind, module = type(connector), sys.modules[type(connector).__module__]
-    current = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector=outer)) if outer else None
+    transfer = SimpleNamespace(kv_connector=outer, kv_connector_extra_config={"connectors": [LAYERFLOW]})
+    current = SimpleNamespace(kv_transfer_config=transfer) if outer else None
     current_config = Mock(return_value=current)
     monkeypatch.setattr(module.vllm_configs, "get_current_vllm_config_or_none", current_config, raising=False)
     for name in ("check_call", "check_policy", "sizes_of", "SchedulerSide", "HandoffSide", "_steps_overlap"):
@@ -195,10 +196,70 @@ def test_with_enable_kv_nz_a_multi_connectors_engine_starts_and_moves_nothing(
         kv_load_failure_policy="fail",
         engine_id="e",
     )
-    made = kind(config, module.KVConnectorRole[role], SimpleNamespace(kv_cache_groups=[]))
+    made = kind(config, module.KVConnectorRole[role], SimpleNamespace(kv_cache_groups=[], num_blocks=9))
     assert ("enable_kv_nz" in made._obstacle) is inert
     layout_of = Mock(side_effect=Unsupported("layer l.0"))
     monkeypatch.setattr(module, "layout_of", layout_of)
     with contextlib.nullcontext() if inert else pytest.raises(Unsupported):
         made.register_kv_caches({})
     assert layout_of.called is not inert
+
+
+LAYERFLOW = {"kv_connector": "LayerflowConnector"}
+PULLED, PUSHED = {"kv_connector": "NixlConnector"}, {"kv_connector": "MooncakeLayerwiseConnector"}
+
+
+@pytest.mark.parametrize(
+    ("outer", "siblings"),
+    [
+        (None, None),
+        (LAYERFLOW, None),
+        ([LAYERFLOW], ()),
+        ([PULLED, LAYERFLOW, PUSHED], ("NixlConnector", "MooncakeLayerwiseConnector")),
+    ],
+)
+def test_a_worker_sees_which_connectors_are_beside_it(
+    connector: Any, monkeypatch: pytest.MonkeyPatch, outer: Any, siblings: tuple[str, ...] | None
+) -> None:
+    module = sys.modules[type(connector).__module__]
+    _make_current(module, monkeypatch, outer)
+    cache = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=FullAttentionSpec(), layer_names=["l.0"])])
+    assert module._siblings(SimpleNamespace(**LAYERFLOW), cache) == siblings
+
+
+def test_what_shortens_prompts_behind_it_is_refused_where_a_state_would_be_stepped_twice(
+    connector: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = sys.modules[type(connector).__module__]
+    cache = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=MambaSpec(), layer_names=["l.0"])])
+    monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.30.0")
+    _make_current(module, monkeypatch, [PUSHED, LAYERFLOW, PULLED])
+    assert module._siblings(SimpleNamespace(**LAYERFLOW), cache) == ("MooncakeLayerwiseConnector", "NixlConnector")
+    _make_current(module, monkeypatch, [LAYERFLOW, PUSHED], producer=False)  # no prompts are handed over by it
+    assert module._siblings(SimpleNamespace(**LAYERFLOW), cache) == ("MooncakeLayerwiseConnector",)
+    monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.27.1")
+    _make_current(module, monkeypatch, [LAYERFLOW, PULLED])
+    with pytest.raises(Unsupported, match="NixlConnector"):
+        module._siblings(SimpleNamespace(**LAYERFLOW), cache)
+    _make_current(module, monkeypatch, [LAYERFLOW, PULLED, PUSHED])
+    monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.33.0")
+    with pytest.raises(Unsupported, match=r"MooncakeLayerwiseConnector .* name LayerflowConnector behind it"):
+        module._siblings(SimpleNamespace(**LAYERFLOW), cache)
+
+
+class FullAttentionSpec:
+    """Of this name in vLLM."""
+
+
+class MambaSpec:
+    """The same."""
+
+
+def _make_current(module: ModuleType, monkeypatch: pytest.MonkeyPatch, outer: Any, *, producer: bool = True) -> None:
+    """vLLM's current configuration names a connector, or several in a MultiConnector; None = there is none."""
+    several = isinstance(outer, list)
+    given = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": outer}} if several else outer
+    transfer = SimpleNamespace(**given, is_kv_producer=producer) if outer else None
+    current = SimpleNamespace(kv_transfer_config=transfer) if outer else None
+    told = Mock(return_value=current)
+    monkeypatch.setattr(module.vllm_configs, "get_current_vllm_config_or_none", told, raising=False)

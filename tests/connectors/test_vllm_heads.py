@@ -38,6 +38,7 @@ def config(heads: int = 8, size: int = 2, **model: Any) -> Any:
         parallel_config=SimpleNamespace(tensor_parallel_size=size),
         model_config=SimpleNamespace(get_total_num_kv_heads=lambda: heads, use_mla=False, **model),
         speculative_config=None,
+        device_config=SimpleNamespace(device_type="cuda"),
     )
 
 
@@ -93,6 +94,9 @@ def test_recurrent_state_binds_to_the_tensor_size() -> None:
 def test_the_layout_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heads, "_LAYOUTS", "layerflow")  # a vLLM that names its layouts
     assert wanted_layout(config()) == "LBHNC"
+    ascend = config()
+    ascend.device_config.device_type = "npu"
+    assert wanted_layout(ascend) == "HND", "as its other connectors say, or a MultiConnector refuses them"
     latent, unknown = config(), config()
     latent.model_config.use_mla, unknown.model_config = True, None
     assert wanted_layout(latent) is None and wanted_layout(unknown) is None

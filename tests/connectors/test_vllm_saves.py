@@ -6,7 +6,20 @@ import time
 from typing import Any
 
 import pytest
-from vllm_fakes import BLOCK, CHUNK, FULL, BlockState, decode, output, pieces, request, spec_of, tracked
+from vllm_fakes import (
+    BLOCK,
+    CHUNK,
+    FULL,
+    BlockState,
+    OlderBlockState,
+    allocation,
+    decode,
+    output,
+    pieces,
+    request,
+    spec_of,
+    tracked,
+)
 
 from layerflow.agent.values import Hit
 from layerflow.connectors.vllm.options import Options
@@ -24,7 +37,7 @@ class Following:
     """One request, followed from step to step by a planner of its own."""
 
     def __init__(self, tokens: int, options: Options | None = None, hit: Hit | None = None, **changed: Any) -> None:
-        self.planner = SavePlanner(spec_of(), [0], [BLOCK], options or Options())
+        self.planner = SavePlanner(spec_of(), [0], [BLOCK], options or Options(), num_blocks=40)
         self.vllm = request("r", tokens, **changed)
         self.tracked: RequestState = tracked(self.vllm, spec_of())
         self.planner.open(self.tracked)
@@ -147,6 +160,16 @@ class TestTablesWithoutVllmsOwn:
         following.planner.step(output({"r": 80}, cached=[("r", ([24, 25],), 70, False)]), plan)
         assert pieces(plan.saves.parts) == [("r", 0, [([23, 24], 64), ([25], 22)])]
 
+    def test_as_vllm_0_29_tells_them(self) -> None:
+        """Those of requests that get blocks."""
+        following = Following(150)
+        state = OlderBlockState({"r": ([21, 22, 23, 24, 25],)})
+        following.planner.step(output({"r": 70}, state=state), StepPlan())
+        following.vllm.num_computed_tokens = 70
+        plan = StepPlan()
+        following.planner.step(output({"r": 80}, state=OlderBlockState({})), plan)
+        assert pieces(plan.saves.parts) == [("r", 0, [([23, 24], 64), ([25], 22)])]
+
     def test_nothing_new_keeps_them(self) -> None:
         following = Following(150)
         following.planner.step(output({"r": 70}, new=[("r", ([21, 22, 23, 24, 25],), 0)]), StepPlan())
@@ -232,10 +255,21 @@ class TestFreshBlocks:
         cached = [("a", ([5],), 100, False), ("b", ([6, 7, 8],), BLOCK, True), ("c", None, 10, False)]
         assert [set(ids) for ids in self.planner().fresh(output({}, cached=cached), [])] == [{5, 7, 8}]
 
-    def test_of_hits_about_to_be_loaded(self) -> None:
-        loading = tracked(request("l", 100), spec_of())
-        loading.tables, loading.local = ([1, 2, 3, 4],), 2 * BLOCK
-        assert [set(ids) for ids in self.planner().fresh(output({}), [loading])] == [{3, 4}]
+    def test_of_hits_about_to_be_loaded_by_whichever_connector(self) -> None:
+        allocated = [allocation("l", ([1, 2, 3, 4],), 2 * BLOCK), allocation("m", ([5, 0],))]
+        assert [set(ids) for ids in self.planner().fresh(output({}), allocated)] == [{3, 4, 5}]
+
+    def test_of_hits_in_blocks_that_vllm_shows_to_the_connector_alone_that_loads(self) -> None:
+        """As vLLM-Ascend's MultiConnector does."""
+        state = BlockState({}, allocated={"l": ([1, 2, 3, 4],)})
+        fresh = self.planner().fresh(output({}, state=state), [allocation("l", ([],), 2 * BLOCK)])
+        assert [set(ids) for ids in fresh] == [{3, 4}]
+
+    @pytest.mark.parametrize("state", [None, OlderBlockState({})])
+    def test_every_block_where_vllm_cannot_tell_the_hidden_ones(self, state: OlderBlockState | None) -> None:
+        """Before 0.30."""
+        fresh = self.planner().fresh(output({}, state=state), [allocation("l", ([],), 2 * BLOCK)])
+        assert fresh == (tuple(range(1, 40)),)
 
     def test_what_one_group_has_freed_is_another_ones_next_block(self) -> None:
         """VLLM lays its groups over one memory."""

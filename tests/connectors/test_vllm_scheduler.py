@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -87,14 +88,16 @@ class House:
         content: str = "weights",
         handoffs: HandoffSide | None = None,
         drafts: tuple[str, ...] = (),
-        child: bool = False,
+        siblings: tuple[str, ...] | None = None,
         **options: Any,
     ) -> None:
         spec = msgspec.structs.replace(spec_of(*groups, content=content), shard=Shard(drafts=drafts))
         count = len(spec.groups)
         sizes = [group.block_size for group in spec.groups]
-        self.side = SchedulerSide(Options(**options), "engine", sizes, can_fail_in_background=fails, handoffs=handoffs)
-        layout = WorkerLayout(msgspec.msgpack.encode(spec), tuple(range(count)), "ipc:///nowhere", child)
+        self.side = SchedulerSide(
+            Options(**options), "engine", sizes, can_fail_in_background=fails, handoffs=handoffs, num_blocks=100
+        )
+        layout = WorkerLayout(msgspec.msgpack.encode(spec), tuple(range(count)), "ipc:///nowhere", siblings)
         self.side.meet_workers([layout] * ranks)
         self.side.step_loads.seen(hooked(spec, ranks))
         self.tables = tuple([*BLOCKS] for _ in spec.groups)
@@ -222,6 +225,30 @@ class TestMatch:
     def test_several_groups_are_in_the_background(self) -> None:
         house = House(FULL, msgspec.structs.replace(FULL, layers=(2, 3)))
         assert house.side.matched(house.arrive(hit=Hit(128)), 0) == (128, True)
+
+    @pytest.mark.parametrize(
+        ("siblings", "background"),
+        [
+            ((), False),
+            (("NixlConnector", "MooncakeConnectorV1"), False),
+            (("NixlConnector", "OffloadingConnector"), True),
+        ],
+    )
+    def test_beside_who_stores_what_a_step_computes_in_the_background(
+        self, siblings: tuple[str, ...], background: bool
+    ) -> None:
+        house = House(siblings=siblings)
+        assert house.side.matched(house.arrive(hit=Hit(128)), 0) == (128, background)
+
+    def test_a_prompt_that_another_connector_has_shortened_is_looked_up_anew(self) -> None:
+        house = House(siblings=("NixlConnector",))
+        made = house.arrive(tokens=129, hit=Hit(128))
+        made.prompt_token_ids.pop(), made.all_token_ids.pop()
+        made.num_tokens = made.num_prompt_tokens = 128
+        house.lookups.answers["r"] = Hit(64)
+        assert house.side.matched(made, 0) == (64, False)
+        assert [len(inquiry.chain) for inquiry in house.lookups.asked] == [129, 128]
+        assert house.lookups.dropped == ["r"]
 
     def test_recompute_is_a_miss(self) -> None:
         house = House()
@@ -418,6 +445,58 @@ class TestNews:
         assert (delayed, told) == (True, {"layerflow": {"hit_tokens": 0}})
         assert house.side.plan(output({})).leaving == ("r",)
         assert house.side.plan(output({})).leaving == ()
+
+    def test_they_do_not_where_another_connector_loads_into_new_ones(self) -> None:
+        """Its load's end frees them, if the request is over by then; vLLM ends where a second sign comes."""
+        house = House(siblings=("OffloadingConnector",))
+        made = self.saving(house)
+        made.num_computed_tokens = 0
+        house.side.matched(made, 0)
+        house.admit(made, 0)  # preempted, and another connector has it
+        assert house.side.plan(output({})).fresh
+        assert house.side.finished(made)[0] is False
+
+    @pytest.mark.parametrize(
+        ("siblings", "told", "waits"),
+        [
+            (("AscendStoreConnector",), False, True),
+            (("NixlConnector",), False, False),
+            (None, None, False),
+            (("NixlConnector",), True, True),
+        ],
+        ids=["may load", "in the background", "alone", "does load"],
+    )
+    def test_saves_wait_for_the_outputs_of_steps_in_which_another_connector_may_load(
+        self, siblings: tuple[str, ...] | None, told: bool | None, waits: bool
+    ) -> None:
+        """Not each of vLLM-Ascend's schedulers tells."""
+        house = House(siblings=siblings)
+        house.arrive(hit=MISS)
+        step = output({"r": 150}, new=[("r", house.tables, 0)])
+        if told is not None:
+            step.has_sync_kv_loads = told
+        plan = house.side.plan(step)
+        assert plan.saves.requests == ("r",)
+        assert plan.depends_on_load is waits
+
+    def test_where_a_plan_could_not_be_made_no_save_goes_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Whatever the step overwrites, they may read it."""
+        house = House()
+        self.saving(house)
+        monkeypatch.setattr(house.side._saves, "fresh", Mock(side_effect=KeyError("r")))
+        assert house.side.plan(output({})).fresh == (tuple(range(1, 100)),)
+        monkeypatch.undo()
+        assert house.side.plan(output({})).fresh == ()
+
+    def test_what_another_connector_loads_into_is_no_source_any_more(self) -> None:
+        house = House(siblings=("OffloadingConnector",))
+        self.saving(house)
+        other = request("embedded", 90, prompt_embeds=object())
+        house.side.arrived(other)
+        house.side.matched(other, BLOCK)
+        house.side.allocated(other, SimpleNamespace(get_block_ids=lambda: ([7, 8, 9],)), 0)
+        assert [set(ids) for ids in house.side.plan(output({})).fresh] == [{8, 9}]
+        assert house.side.plan(output({})).fresh == ()
 
     def test_they_go_when_all_ranks_have_saved(self) -> None:
         house = House(ranks=2)
@@ -752,7 +831,7 @@ class TestReset:
     ) -> None:
         house = House()
         house.side.reset()
-        monkeypatch.setattr(house.side, "_saves", object())
+        monkeypatch.setattr(house.side._saves, "fresh", Mock(side_effect=KeyError("r")))
         assert house.side.plan(output({"r": 1})).replaced
 
     def test_engines_that_name_their_weights_share_again(self, tmp_path: Path) -> None:

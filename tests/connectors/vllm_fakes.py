@@ -13,7 +13,7 @@ import numpy as np
 from layerflow.agent.descriptors import PartDescriptor
 from layerflow.agent.values import Follow, Handoff, Hit
 from layerflow.connectors.vllm.plan import Asking
-from layerflow.connectors.vllm.scheduler.requests import RequestState
+from layerflow.connectors.vllm.scheduler.requests import Allocation, RequestState
 from layerflow.keys import Chain, root_digest
 from layerflow.spec import GroupSpec, ModelSpec, Plane
 
@@ -72,8 +72,26 @@ class BlockState:
     tables: dict[str, tuple[list[int], ...]]
     boundary_state_offloads: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
 
+    allocated: dict[str, tuple[list[int], ...]] = field(default_factory=dict)  #: of requests that are not scheduled
+
     def get_block_ids(self, name: str) -> tuple[list[int], ...] | None:
         return self.tables.get(name)
+
+    def resolve_block_ids(self, name: str) -> tuple[list[int], ...]:
+        return (self.tables | self.allocated)[name]
+
+
+@dataclass
+class OlderBlockState:
+    """The same of vLLM 0.29."""
+
+    block_ids: dict[str, tuple[list[int], ...]]
+    boundary_state_offloads: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
+
+
+def allocation(name: str, tables: tuple[list[int], ...], own_tokens: int = 0) -> Allocation:
+    """vLLM has given a request blocks."""
+    return Allocation(name, SimpleNamespace(get_block_ids=lambda: tables), own_tokens)
 
 
 def output(
@@ -81,7 +99,7 @@ def output(
     *,
     new: Sequence[tuple[str, tuple[list[int], ...], int]] = (),
     cached: Sequence[tuple[str, tuple[list[int], ...] | None, int, bool]] = (),
-    state: BlockState | None = None,
+    state: BlockState | OlderBlockState | None = None,
 ) -> SimpleNamespace:
     """vLLM's SchedulerOutput.
 

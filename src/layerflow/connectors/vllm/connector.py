@@ -47,6 +47,8 @@ from layerflow.connectors.vllm.worker.hooks import forward_pass
 from layerflow.connectors.vllm.worker.order import steps_in_flight
 from layerflow.connectors.vllm.worker.stats import TransferMetrics, TransferStats
 from layerflow.connectors.vllm.worker.worker import WorkerSide
+from layerflow.errors import Unsupported
+from layerflow.kinds import KINDS
 from layerflow.server import EmbeddedServer
 
 # Without an endpoint: a server on a thread of the first worker's process, reachable for the engine's others.
@@ -79,6 +81,13 @@ _WORKER_HOOKS = (
 # vLLM 0.27 has neither: failures of background loads are told by their blocks there.
 _TransferResults = getattr(base, "KVConnectorTransferResults", None)
 
+
+_SINCE_ARRIVAL = (0, 30)
+SHORTENS_LATE = {"MooncakeLayerwiseConnector": None} | dict.fromkeys(
+    ("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector"), _SINCE_ARRIVAL
+)
+"""Connectors that take the last token off prompts of models with recurrent state when vLLM asks them for a hit, and
+it asks those before them first; the vLLM from which on they do it when a prompt arrives."""
 
 log = structlog.get_logger("layerflow.vllm")
 
@@ -117,7 +126,7 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._server: EmbeddedServer | None = None
-        self._is_child = _is_child(transfer)
+        self._siblings = _siblings(transfer, kv_cache_config)
         self._bound: StepPlan | None = None
         self._forward = False
         self._reading: WeightsReading[Layout] | None = None
@@ -125,7 +134,7 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._weights: LoadedWeights | None = None
         self._told_of_reading = False
         # In its scheduler's process vLLM has no current configuration: the workers refuse what is no MultiConnector's.
-        child = self._is_child or role == KVConnectorRole.SCHEDULER
+        child = self._siblings is not None or role == KVConnectorRole.SCHEDULER
         self._obstacle = obstacle(vllm_config, layer_specs(kv_cache_config), child=child)
         if self._obstacle:
             log.warning("reuse_off", reason=self._obstacle, effect="this engine loads and saves nothing")
@@ -149,6 +158,7 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 drains_holders=release(vllm.__version__) >= (0, 31),
                 keys=RequestKeys(Adapters(keyed_by_path=release(vllm.__version__) >= (0, 32))),
                 reuses=not self._obstacle,
+                num_blocks=kv_cache_config.num_blocks,
                 handoffs=HandoffSide(
                     self.options.pd,
                     transfer.engine_id,
@@ -312,12 +322,12 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     self._vllm_config,
                     vllm.__version__,
                     overlap=_steps_overlap(self._vllm_config),
-                    consumer=self._kv_transfer_config.is_kv_consumer and not self._is_child,
+                    consumer=self._kv_transfer_config.is_kv_consumer and self._siblings is None,
                 ),
                 taken_back=self._takes_back,
                 splits=bool(getattr(self._vllm_config.parallel_config, "use_ubatching", False)),
                 weights=self._weights,
-                child=self._is_child,
+                siblings=self._siblings,
             )
             begun.pop_all()  # from here on the worker's side closes the agent
 
@@ -337,7 +347,7 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
         In a MultiConnector none: it has room for one connector's, which NIXL insists on; the first step's report tells.
         """
-        if self._is_child:
+        if self._siblings is not None:
             return None
         if self._worker is not None:
             return self._worker.greeting
@@ -479,8 +489,27 @@ def _steps_overlap(vllm_config: Any) -> bool:
     return bool(vllm_config.scheduler_config.async_scheduling) or vllm_config.parallel_config.pipeline_parallel_size > 1
 
 
-def _is_child(transfer: Any) -> bool:
-    """Is this the configuration of one of a MultiConnector's connectors? vLLM's own is current while it makes them."""
+def _siblings(transfer: Any, kv_cache_config: Any) -> tuple[str, ...] | None:
+    """Return the names of a MultiConnector's other connectors; None where this is the configuration of the only one.
+
+    vLLM's own configuration is current while its workers make them.
+
+    :raises Unsupported: one behind this shortens prompts of which a hit was already told.
+    """
     current = getattr(vllm_configs, "get_current_vllm_config_or_none", lambda: None)()
     outer = current.kv_transfer_config if current is not None else None
-    return outer is not None and outer.kv_connector != transfer.kv_connector
+    if outer is None or outer.kv_connector == transfer.kv_connector:
+        return None
+    given = (outer.kv_connector_extra_config or {}).get("connectors", ())
+    names = [str(each.get("kv_connector")) for each in given]
+    own = names.index(transfer.kv_connector) if transfer.kv_connector in names else len(names)
+    states = any(type(each).__name__ in KINDS["state"].vllm for each in layer_specs(kv_cache_config))
+    for name in names[own + 1 :] if states and outer.is_kv_producer else ():
+        early = SHORTENS_LATE.get(name, (0,))
+        if early is not None and release(vllm.__version__) >= early:
+            continue
+        raise Unsupported(
+            f"MultiConnector: {name} takes a token off prompts that layerflow before it has found whole: "
+            f"name {transfer.kv_connector} behind it"
+        )
+    return tuple(names[:own] + names[own + 1 :])

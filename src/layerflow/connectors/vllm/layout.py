@@ -102,7 +102,10 @@ def wanted_layout(vllm_config: Any) -> str | None:
     """The layout to ask vLLM for; it takes another one, with a warning, where its kernels cannot read this one."""
     model = vllm_config.model_config
     named = importlib.util.find_spec(_LAYOUTS) is not None  # before, a layer was viewed in as many ways as backends
-    return HEAD_MAJOR if named and model is not None and not model.use_mla else None
+    if not named or model is None or model.use_mla:
+        return None
+    # A MultiConnector compares names, and takes two for two layouts: vLLM-Ascend's connectors say the older one.
+    return "HND" if vllm_config.device_config.device_type == "npu" else HEAD_MAJOR
 
 
 def group_axis(

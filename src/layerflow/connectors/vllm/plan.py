@@ -336,6 +336,14 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         )
 
 
+OUTSIDE_STEPS = frozenset((
+    "NixlConnector", "NixlPullConnector", "MooncakeConnector",
+    "MooncakeConnectorV1", "MooncakeConnectorV2", "MooncakePullConnector", "MooncakeHybridConnector",
+))  # fmt: skip
+"""Connectors, vLLM's and vLLM-Ascend's, that load in the background alone, and hand out a request's blocks once it has
+ended."""
+
+
 @dataclass(slots=True)
 class WorkerLayout(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """A worker's spec, for the scheduler to look up with.
@@ -343,13 +351,19 @@ class WorkerLayout(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     :param spec: msgpack of :class:`layerflow.spec.ModelSpec`.
     :param vllm_groups: see :class:`.layout.Layout`.
     :param endpoint: where the server listens (the embedded one's is chosen by the worker).
-    :param child: the connector is one of a MultiConnector's: of vLLM's processes, only a worker's can tell.
+    :param siblings: names of the other connectors of a MultiConnector, of which this is one; None = it is alone. Of
+        vLLM's processes only a worker's can tell.
     """
 
     spec: bytes
     vllm_groups: tuple[int, ...]
     endpoint: str
-    child: bool = False
+    siblings: tuple[str, ...] | None = None
+
+    @property
+    def shares_steps(self) -> bool:
+        """May another connector load in a step, or store what one computes before its output has come?"""
+        return not OUTSIDE_STEPS.issuperset(self.siblings or ())
 
     @property
     def model_spec(self) -> ModelSpec:

@@ -268,7 +268,7 @@ class HandoffSide:
         self._engine_id = engine_id
         self._incarnation = secrets.token_hex(4)
         self._producer, self._consumer = producer, consumer
-        self._child = False
+        self.child = False  #: the connector is one of a MultiConnector's; known before any request is read
         self._block_sizes = block_sizes
         self._context = context
         self._truncates = False
@@ -283,15 +283,11 @@ class HandoffSide:
             answer = query_answer(engines, self.options.servers, self._incarnation)
             self._bootstrap = BootstrapServer(port, lambda: answer)
 
-    def meet(
-        self, lookups: Lookups, control: Control, spec: ModelSpec, *, partial: bool = True, child: bool = False
-    ) -> None:
+    def meet(self, lookups: Lookups, control: Control, spec: ModelSpec, *, partial: bool = True) -> None:
         """The workers are known.
 
         :param partial: a prompt's last, partial chunk is saved.
-        :param child: the connector is one of a MultiConnector's.
         """
-        self._child = child
         first = urlsplit(self.options.servers[0]) if self.options.servers else None
         sizes = Sizes(
             engine_id=self._engine_id,
@@ -337,7 +333,7 @@ class HandoffSide:
             self.options.lease_s,
             self.options.prefill_servers,
         )
-        answers = not self._child if self.options.answer is None else self.options.answer
+        answers = not self.child if self.options.answer is None else self.options.answer
         part = part_of(request_params, answers=answers, producer=self._producer, consumer=self._consumer)
         if isinstance(part, NoHandoff) and part.reason:
             log.warning("handoff_not_followed", request=request.request_id, reason=part.reason)
@@ -496,7 +492,7 @@ class HandoffSide:
         A MultiConnector may end the engine where two of its connectors say anything (vLLM-Ascend's does, and others
         where they say the same key): there a summary alone is told only where the user has these keys answered here.
         """
-        if self._child and not told and not self.options.answer:
+        if self.child and not told and not self.options.answer:
             return None
         return {**summary, **told, KEY: {**told.get(KEY, {}), **summary.get(KEY, {})}}
 

@@ -64,9 +64,10 @@ def _only_grew(table: Sequence[int], last: Sequence[int]) -> bool:
 class StepLoads:
     """Which hits may be loaded in the step, and what loads are under way there.
 
-    Only in models whose layers have been seen, on every rank, to ask for their loaded blocks. With several groups vLLM
-    cannot be told that such a load has failed; :mod:`.recovery` makes up for that, but what it costs should be rare:
-    only what lies in the server's arena, pinned, is loaded there.
+    Only in models whose layers have been seen, on every rank, to ask for their loaded blocks, and not where another
+    connector stores what a step computes at once: what was computed on a load that fails would be its for good. With
+    several groups vLLM cannot be told that such a load has failed; :mod:`.recovery` makes up for that, but what it
+    costs should be rare: only what lies in the server's arena, pinned, is loaded there.
 
     :param block_tokens: of each of vLLM's cache groups, moved or not: the tokens that a block stands for.
     :param recovers: vLLM's scheduler takes back what was computed on such a load.
@@ -92,6 +93,7 @@ class StepLoads:
 
     def meet_workers(self, layouts: Collection[WorkerLayout]) -> None:
         """The workers have told their layouts."""
+        self._allowed &= not any(layout.shares_steps for layout in layouts)
         self._workers = max(layout.model_spec.shard.workers for layout in layouts)
         self._states = frozenset(
             number for each in layouts for number, group in each.groups.items() if group.rules.exact

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from layerflow.agent.client import Inquiry
 from layerflow.agent.values import MISS, Hit
 from layerflow.connectors.vllm.pd.side import RequestHandoff
 from layerflow.keys import Chain
+
+
+class Allocation(NamedTuple):
+    """VLLM has given a request blocks in the scheduling pass that runs.
+
+    :param blocks: its KVCacheBlocks.
+    :param own_tokens: those of its prefix cache, whose blocks nobody writes to.
+    """
+
+    request: str
+    blocks: Any
+    own_tokens: int
 
 
 @dataclass(slots=True)
@@ -31,6 +43,7 @@ class RequestState:
     :param arriving: such a load is under way; its end is what frees the request's blocks if the request ends first.
     :param reloads: how often it was looked up again because a load had failed.
     :param tables: block ids per vLLM group, as last heard.
+    :param reads_tables: saves of it were planned since it got these blocks.
     :param saved: leading tokens whose chunks need no saving any more.
     :param loaded_tokens: tokens taken from the pool so far.
     :param drafted: its draft model's layers have all of its tokens, as far as is known; else it saves none of them.
@@ -53,6 +66,7 @@ class RequestState:
     arriving: bool = False
     reloads: int = 0
     tables: tuple[list[int], ...] = ()
+    reads_tables: bool = False
     saved: int = 0
     loaded_tokens: int = 0
     drafted: bool = True

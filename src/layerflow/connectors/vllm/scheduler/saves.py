@@ -17,7 +17,7 @@ from layerflow.connectors.vllm.options import Options
 from layerflow.connectors.vllm.pd.prefilling import PrefillHandoff
 from layerflow.connectors.vllm.plan import LazySaves, Tables
 from layerflow.connectors.vllm.scheduler.loads import NULL_BLOCK, rewritten_blocks
-from layerflow.connectors.vllm.scheduler.requests import RequestState
+from layerflow.connectors.vllm.scheduler.requests import Allocation, RequestState
 from layerflow.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -32,12 +32,20 @@ class SavePlanner:
 
     :param vllm_groups: for each of layerflow's groups: the vLLM cache group whose block table it shares.
     :param block_tokens: of each of vLLM's cache groups, moved or not: the tokens that a block stands for.
+    :param num_blocks: of vLLM's cache.
     """
 
     def __init__(
-        self, spec: ModelSpec, vllm_groups: Sequence[int], block_tokens: Sequence[int], options: Options
+        self,
+        spec: ModelSpec,
+        vllm_groups: Sequence[int],
+        block_tokens: Sequence[int],
+        options: Options,
+        *,
+        num_blocks: int = 0,
     ) -> None:
         self.spec = spec
+        self._num_blocks = num_blocks
         self._vllm_groups = tuple(vllm_groups)
         self._block_tokens = tuple(block_tokens)
         self._options = options
@@ -101,8 +109,10 @@ class SavePlanner:
         """Block ids per layerflow group, int64; -1 = no block."""
         return _signed(self._of_groups(block_ids))
 
-    def fresh(self, output: Any, loading: Sequence[RequestState]) -> tuple[tuple[int, ...], ...]:
+    def fresh(self, output: Any, allocated: Sequence[Allocation]) -> tuple[tuple[int, ...], ...]:
         """Blocks that the step, or a load that starts with it, overwrites, per layerflow group: the same for each.
+
+        Such a load may be another connector's, so all that a request has got beyond vLLM's own hit counts.
 
         A save that still reads one of them is too late: vLLM recycles blocks of running requests too (sliding
         windows, preemption), and lays its groups over one memory: what one has freed is another's next block. Empty
@@ -112,7 +122,7 @@ class SavePlanner:
             return ()
         cached = output.scheduled_cached_reqs
         taken = rewritten_blocks(output)
-        if not (taken or loading or output.scheduled_new_reqs or any(cached.new_block_ids)):  # most that only decode
+        if not (taken or allocated or output.scheduled_new_reqs or any(cached.new_block_ids)):  # most that only decode
             return ()
         for new in output.scheduled_new_reqs:
             self._beyond(taken, new.block_ids, new.num_computed_tokens)
@@ -121,10 +131,21 @@ class SavePlanner:
         ):
             if blocks is not None:
                 self._beyond(taken, blocks, computed if request in cached.resumed_req_ids else 0)
-        for tracked in loading:
-            self._beyond(taken, tracked.tables, tracked.local)
+        state = getattr(output, "kv_connector_block_state", None)
+        for one in allocated:
+            tables = one.blocks.get_block_ids()
+            if not any(tables):  # vLLM-Ascend shows them to the connector alone that loads
+                resolve = getattr(state, "resolve_block_ids", None)
+                if resolve is None:
+                    return self.every_block()
+                tables = resolve(one.request)
+            self._beyond(taken, tables, one.own_tokens)
         taken.discard(NULL_BLOCK)
         return (tuple(taken),) * len(self._vllm_groups) if taken else ()
+
+    def every_block(self) -> tuple[tuple[int, ...], ...]:
+        """As :meth:`fresh` where nobody can say which."""
+        return (tuple(range(NULL_BLOCK + 1, self._num_blocks)),) * len(self._vllm_groups) if self._reading else ()
 
     def prepared(self, output: Any, fresh: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         """Return the fresh blocks that vLLM may overwrite while it prepares the step, as when it moves states."""
@@ -231,6 +252,7 @@ class SavePlanner:
         return found
 
     def _request(self, tracked: RequestState, tables: Tables, upto: int, *, tail: bool) -> LookupRequest:
+        tracked.reads_tables = True
         request = StepRequest(tracked.id, tracked.chain, (), save=(tracked.saved, upto), tail=tail)
         return request, tables, tracked.drafted
 
@@ -261,7 +283,9 @@ class _Tables:
     def follow(self, tracked: RequestState) -> None:
         """Bring the request's tables up to date."""
         if self._state is not None:
-            tracked.tables = self._state.get_block_ids(tracked.id) or tracked.tables
+            # vLLM 0.29 has the tables alone of requests that get blocks in the step.
+            told = getattr(self._state, "get_block_ids", None) or self._state.block_ids.get
+            tracked.tables = told(tracked.id) or tracked.tables
             return
         if self._news is None:
             cached = self._output.scheduled_cached_reqs

@@ -39,7 +39,7 @@ from layerflow.connectors.vllm.plan import (
 )
 from layerflow.connectors.vllm.scheduler.keys import OwnCache, PromptKeys
 from layerflow.connectors.vllm.scheduler.loads import StepLoads, are_rewritten, plan_load
-from layerflow.connectors.vllm.scheduler.requests import BlockHolders, RequestState, load_save_flags
+from layerflow.connectors.vllm.scheduler.requests import Allocation, BlockHolders, RequestState, load_save_flags
 from layerflow.connectors.vllm.scheduler.saves import SavePlanner
 from layerflow.connectors.vllm.scheduler.search import HitSearch
 from layerflow.errors import LayerflowError
@@ -85,6 +85,7 @@ class SchedulerSide:
     :param reuses: nothing is loaded or saved unless it is set, and no worker tells a layout.
     :param handoffs: between prefill and decode engines.
     :param keeps_reports: see :class:`.loads.StepLoads`.
+    :param num_blocks: of vLLM's cache.
     :param drains_holders: vLLM lets requests run first that hold blocks for their loaded prompt.
     """
 
@@ -104,8 +105,10 @@ class SchedulerSide:
         handoffs: HandoffSide | None = None,
         drains_holders: bool = True,
         keeps_reports: bool = True,
+        num_blocks: int = 0,
     ) -> None:
         self.options = options
+        self._num_blocks = num_blocks
         self.events = events
         self._engine_id = engine_id
         self._name = name
@@ -133,6 +136,11 @@ class SchedulerSide:
         self._ran = RanPlans()
         self._verdicts = SaveApprovals()
         self._layouts: list[WorkerLayout] = []
+        self._shares_steps = False  # with another connector
+        self._unplanned = False  # a plan could not be made
+        # Of the scheduling pass that runs: tokens that vLLM had itself by request, and who got blocks.
+        self._own_tokens: dict[str, int] = {}
+        self._allocated: list[Allocation] = []
         self._unmet: dict[str, Any] | None = {} if reuses else None
         self._awaits_weights = False
         self._replaced = False
@@ -190,6 +198,8 @@ class SchedulerSide:
         spec = first.model_spec
         if len(layouts) < spec.shard.workers:
             return
+        self._handoffs.child = first.siblings is not None  # first: from here on requests are read
+        self._shares_steps = first.shares_steps
         self._keys.spec = spec
         self._ranks = len(layouts)
         self.step_loads.meet_workers(layouts)
@@ -199,8 +209,10 @@ class SchedulerSide:
         self._control = Control(first.endpoint, self._engine_id, spec, name=self._name)
         self._introduce(first, connected)
         self._advisor = LoadPolicy(spec)
-        self._saves = SavePlanner(spec, first.vllm_groups, self._block_tokens, self.options)
-        self._handoffs.meet(self._lookups, self._control, spec, partial=self.options.save_partial, child=first.child)
+        self._saves = SavePlanner(
+            spec, first.vllm_groups, self._block_tokens, self.options, num_blocks=self._num_blocks
+        )
+        self._handoffs.meet(self._lookups, self._control, spec, partial=self.options.save_partial)
         wait_s, compute_s = self.options.lookup_wait_s, self._advisor.compute_seconds
         self._search = HitSearch(self._lookups, self._handoffs, wait_s, compute_s)
         if self.events is not None:
@@ -249,6 +261,7 @@ class SchedulerSide:
         """Tokens that can be loaded beyond those vLLM has, None = not known yet; and whether in the background."""
         self._look_at_own_cache()  # before what starts in this step is noted: its blocks lie in the emptied cache
         self._keys.starts(request)
+        self._own_tokens[request.request_id] = num_computed
         if self._unmet is not None and request.request_id in self._unmet:
             return None, False  # a step, be it empty, brings the workers' layouts
         tracked = self._tracked.get(request.request_id)
@@ -256,6 +269,8 @@ class SchedulerSide:
             return None, False
         if tracked is None or self._search is None or self._advisor is None:
             return 0, False
+        if len(tracked.chain) > request.num_tokens:  # another connector has taken a token off since it arrived
+            self._end(tracked)
         if self._search.undecided(tracked):
             return None, False
         if not self._is_current(tracked, num_computed) or not tracked.may_load:
@@ -283,9 +298,13 @@ class SchedulerSide:
         """vLLM has given the request its blocks: the load is on, or not."""
         self.step_loads.allocated(request.request_id)
         tracked = self._tracked.get(request.request_id)
+        asked = tracked.local if tracked is not None and num_external else request.num_computed_tokens
+        own = self._own_tokens.pop(request.request_id, asked)
+        self._allocated.append(Allocation(request.request_id, blocks, own))
         if tracked is None or self._lookups is None:
             return
         tracked.tables = blocks.get_block_ids()
+        tracked.reads_tables &= request.num_computed_tokens > 0  # else it comes, or was preempted
         if num_external > 0:  # first: whatever follows, it is loaded, or reported as failed
             promised = Promise(tracked.tables, tracked.local, num_external, tracked.background)
             self._promised[tracked.id] = promised
@@ -311,6 +330,9 @@ class SchedulerSide:
         """
         self._look_at_own_cache()
         plan = self._plan(output)
+        if self._unplanned and self._saves is not None:  # what the step overwrites may be any block
+            plan.fresh, self._unplanned = self._saves.every_block(), False
+            plan.prepared = self._saves.prepared(output, plan.fresh)
         plan.step = self.own_cache.step
         plan.replaced, self._replaced = self._replaced, False
         plan.unkept = self._unkept(plan)
@@ -331,10 +353,12 @@ class SchedulerSide:
         if self._holders is not None:
             self._holders.planned(output.num_scheduled_tokens)
         plan = StepPlan(restarts=self._handoffs.restarts)
+        allocated, self._allocated = self._allocated, []
+        self._own_tokens.clear()
         if self._saves is None:
             return plan
         plan.verdicts = self._verdicts.take()
-        plan.fresh = self._saves.fresh(output, self._loading)
+        plan.fresh = self._saves.fresh(output, allocated)
         plan.prepared = self._saves.prepared(output, plan.fresh)
         plan.rewritten = are_rewritten(self._saves.spec, output, self._loading)
         loading, self._loading = self._loading, []
@@ -418,13 +442,16 @@ class SchedulerSide:
         if tracked.load is not None:
             self._loading.remove(tracked)
             self._promised.pop(tracked.id, None)
-        stays = self._saves is not None and self._saves.reading(tracked.id) and not tracked.arriving
+        told = self._handoffs.response(tracked.summary(), self._handoffs.finished(tracked, tables))
+        # vLLM takes one sign alone that frees a request: where another connector loads it, that one gives it.
+        reads = tracked.reads_tables and not tracked.arriving
+        stays = reads and self._saves is not None and self._saves.reading(tracked.id)
         if stays:
             self._leaving.append(tracked.id)
             self._held.add(tracked.id)
         if tracked.arriving:
             self._aborted.append(tracked.id)
-        return stays, self._handoffs.response(tracked.summary(), self._handoffs.finished(tracked, tables))
+        return stays, told
 
     @guarded(lambda: False)
     def reset(self) -> bool:
@@ -549,6 +576,7 @@ class SchedulerSide:
             self._forsake(tracked)
         if hook == "_plan":
             self._loading.clear()
+            self._unplanned = True
 
     def _forsake(self, tracked: RequestState) -> None:
         """The request is computed without layerflow from here on: what it has open ends, as far as that can be done."""
@@ -582,8 +610,10 @@ class SchedulerSide:
         if self._saves is None:
             return
         unkept = any(not load.background for load in plan.unkept.values())
-        # Another connector of a MultiConnector may load in this step, and its failures are not told to these workers.
-        loads = bool(plan.loads or plan.tails or unkept or getattr(output, "has_sync_kv_loads", False))
+        # Another connector's failures are not told to these workers. Whether one loads in this step is told by
+        # vLLM's own scheduler alone, from 0.29 on.
+        loads = bool(plan.loads or plan.tails or unkept or self._shares_steps)
+        loads |= getattr(output, "has_sync_kv_loads", False)
         plan.depends_on_load = self._verdicts.concerns(loads=loads, saves=bool(plan.saves))
         if plan.depends_on_load:
             self._verdicts.planned(self._saves.number(plan), loads=loads, saves=bool(plan.saves))

@@ -82,7 +82,7 @@ class WorkerSide:
     :param taken_back: vLLM's scheduler is told which requests' loads have failed in a running step, not which blocks.
     :param splits: vLLM may compute a pass in micro-batches, each layer once for each of them.
     :param weights: what this worker computes with; None = nobody writes to it.
-    :param child: the connector is one of a MultiConnector's.
+    :param siblings: as of :class:`..plan.WorkerLayout`.
     """
 
     def __init__(
@@ -97,13 +97,13 @@ class WorkerSide:
         taken_back: bool = False,
         splits: bool = False,
         weights: LoadedWeights | None = None,
-        child: bool = False,
+        siblings: tuple[str, ...] | None = None,
     ) -> None:
         self._agent = agent
         self._measured = agent.measured
         self._layout = layout
         self._endpoint = endpoint
-        self._child = child
+        self._siblings = siblings
         self._early = early
         self._order = LoadOrder(agent.record, in_flight)
         self._runner = RunnerOrder()
@@ -153,7 +153,7 @@ class WorkerSide:
     def greeting(self) -> WorkerLayout:
         """For the scheduler's side."""
         spec = msgspec.msgpack.encode(self._layout.spec)
-        return WorkerLayout(spec, self._layout.vllm_groups, self._endpoint, self._child)
+        return WorkerLayout(spec, self._layout.vllm_groups, self._endpoint, self._siblings)
 
     # -- before the forward pass --------------------------------------------------------------------
 
