@@ -144,9 +144,17 @@ class InvalidTransition(LayerflowError):
         self.story = story
 
 
+REASON_CHARS = 1024
+"""Characters of a reason that somebody else gives, as it is kept, logged and told on."""
+
+
+def shortened(text: str, most: int = REASON_CHARS) -> str:
+    """A text of somebody else's, cut to `most` characters where it is longer."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 def shown(value: object) -> str:
     """A foreign value of a JSON file in a message, cut where it is long."""
     if isinstance(value, int) and abs(value) >= 1 << 64:
         return "a huge number"
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return shortened(json.dumps(value, default=str), 60)

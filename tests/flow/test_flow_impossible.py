@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from flow_world import World, coming, submits
 
@@ -9,7 +11,9 @@ from layerflow.errors import InvalidTransition
 from layerflow.flow.commands import StepDone
 from layerflow.flow.events import (
     BatchDone,
+    BatchFailed,
     CallDone,
+    FailedRange,
     FetchOpened,
     FrontierReached,
     Hop,
@@ -18,6 +22,8 @@ from layerflow.flow.events import (
     LayersComputed,
     LayerShape,
     Limits,
+    LoadsFenced,
+    LoadsMoved,
     Need,
     Part,
     RequestAborted,
@@ -26,6 +32,7 @@ from layerflow.flow.events import (
     StepOpened,
     Tick,
 )
+from layerflow.flow.graph import STORY_CHARS, STORY_EVENTS
 
 LAYERS = (LayerShape(0, 10), LayerShape(1, 10))
 
@@ -88,6 +95,31 @@ def test_the_story_tells_what_happened_to_the_step():
         world.flow.handle(FrontierReached(0, 1, 5), world.now)
     assert caught.value.story[0].startswith("StepOpened(3 loads, 0 saves")
     assert caught.value.story[-1] == "FrontierReached(session=0, step=1, layer=5)"
+
+
+def story_of(world, impossible):
+    """The story that an impossible event is refused with. Nothing of the refusal is left then."""
+    try:
+        world.flow.handle(impossible, world.now)
+    except InvalidTransition as error:
+        return error.story
+    raise AssertionError(f"{impossible} was possible")
+
+
+def test_a_story_keeps_no_list_of_an_event_and_tells_counts():
+    world = opened()
+    lost = tuple(FailedRange(0, 0, 1, "gone") for _ in range(1000))
+    held = sys.getrefcount(lost)
+    stories = [story_of(world, LoadsMoved(0, 1, 7, lost)) for _ in range(2 * STORY_EVENTS)]
+    assert stories[-1] == ("LoadsMoved(7 bytes, 1000 failed ranges)",) * STORY_EVENTS
+    assert sys.getrefcount(lost) == held
+
+
+@pytest.mark.parametrize("long", [LoadsFenced(0, 1, "x" * 65_536), BatchFailed(0, 1, "x" * 65_536)])
+def test_a_story_is_short_whatever_an_event_says(long):
+    world = opened()
+    world.flow.handle(long, world.now)
+    assert story_of(world, FrontierReached(0, 1, 5))[-2] == f"{repr(long)[: STORY_CHARS - 3]}..."
 
 
 def test_late_events_are_ignored_and_counted():

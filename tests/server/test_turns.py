@@ -8,18 +8,22 @@ from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from e2e.known import eventually, small_spec
 
+from layerflow.errors import REASON_CHARS
+from layerflow.flow.events import BatchFailed, Event, LoadsFenced, LoadsMoved
 from layerflow.hits import HitLength
 from layerflow.keys import object_keys
 from layerflow.objects import object_bytes
 from layerflow.pool.base import NewObject
 from layerflow.server import EmbeddedServer, search
-from layerflow.server.handlers import remote
+from layerflow.server.handlers import remote, steps
 from layerflow.server.handlers.forget import KEYS_PER_SLICE, purge
 from layerflow.server.handlers.lookup_requests import read_lookup
+from layerflow.server.handlers.steps import ITEMS_PER_SLICE
 from layerflow.spec import Shard
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
@@ -77,6 +81,29 @@ def test_a_purge_forgets_few_objects_at_a_time(embed: Embed, client_of: Clients)
     there = [count, *server.call(left)]
     assert there[-1] == 0
     assert max(before - after for before, after in itertools.pairwise(there)) <= KEYS_PER_SLICE
+
+
+def test_a_report_is_told_few_items_at_a_time_with_its_reasons_cut() -> None:
+    long = "cut off: " + "x" * wire.MAX_REASON
+    told: list[tuple[Event, ...]] = []
+    driver = SimpleNamespace(handle=lambda *events: told.append(events), time_batches=lambda *_: None)
+    context: Any = SimpleNamespace(
+        driver=driver, plans=Mock(), log_limit=Mock(admit=lambda _: None), recorder=SimpleNamespace(current=None)
+    )
+    report = wire.Report(
+        done=list(range(3 * ITEMS_PER_SLICE)),
+        failed=[wire.Failure(1, long)],
+        fenced=[wire.Fence(2, long)],
+        moved=[wire.Moved(step, 0, [wire.LostBlocks(0, 0, 1, long)] * ITEMS_PER_SLICE) for step in range(5)],
+    )
+    pieces(steps.report(context, SimpleNamespace(number=1), report), lambda: None)  # type: ignore[arg-type]
+    events = [event for few in told for event in few]
+    assert max(len(few) for few in told) <= ITEMS_PER_SLICE
+    assert max(sum(isinstance(event, LoadsMoved) for event in few) for few in told) == 1
+    assert len(events) == 3 * ITEMS_PER_SLICE + 2 + 5
+    reasons = {event.reason for event in events if isinstance(event, BatchFailed | LoadsFenced)}
+    reasons |= {lost.reason for event in events if isinstance(event, LoadsMoved) for lost in event.failed}
+    assert reasons == {f"{long[: REASON_CHARS - 3]}..."}
 
 
 def test_the_digests_of_a_prompt_are_read_some_at_a_time() -> None:

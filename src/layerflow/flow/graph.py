@@ -10,8 +10,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from layerflow.errors import InvalidTransition
-from layerflow.flow.events import LOAD, Direction, Event, FetchOpened, Hop, LayerShape, Part, SessionOpened, StepOpened
+from layerflow.errors import InvalidTransition, shortened
+from layerflow.flow.events import (
+    LOAD,
+    Direction,
+    Event,
+    FetchOpened,
+    Hop,
+    LayerShape,
+    LoadsMoved,
+    Part,
+    SessionOpened,
+    StepOpened,
+)
 from layerflow.flow.host_transfer import CallExtent, Client, HostTransfer
 from layerflow.flow.window import BatchExtent, BlockCursor
 from layerflow.lives import Life
@@ -274,6 +285,8 @@ class DrainBarrier:
 
 
 STORY_EVENTS = 24
+STORY_CHARS = 200
+"""Characters of one event in a story, as it is told."""
 
 
 class Accounting(enum.IntEnum):
@@ -567,6 +580,7 @@ class FlowStep:
     :param computed: so many layers have written their KV.
     :param closed: the forward pass ended, or every deadline passed without it.
     :param alarm: when this step next wants to be looked at; ``inf`` = never.
+    :param story: its last events; of those that list parts or blocks, words.
     """
 
     session: Session
@@ -579,7 +593,7 @@ class FlowStep:
     computed: int = 0
     closed: bool = False
     alarm: float = math.inf
-    story: deque[Event] = field(default_factory=lambda: deque(maxlen=STORY_EVENTS))
+    story: deque[Event | str] = field(default_factory=lambda: deque(maxlen=STORY_EVENTS))
 
     def next_alarm(self) -> float:
         """The earliest deadline that still has a consequence."""
@@ -603,19 +617,28 @@ class FlowStep:
                 job.gated.clear()
         self.loads = self.saves = None
 
+    def heard(self, event: Event) -> None:
+        """Add an event to the story, which keeps no list of it: one may be as long as a message."""
+        self.story.append(_brief(event) if isinstance(event, StepOpened | LoadsMoved) else event)
+
     def impossible(self, what: str) -> InvalidTransition:
         """The error for a report that cannot be, with the step's story."""
         return InvalidTransition(f"session {self.session.number} step {self.number} {what}", self.recent_events())
 
     def recent_events(self) -> tuple[str, ...]:
-        """The step's events so far, oldest first and short."""
-        return tuple(_brief(event) for event in self.story)
+        """The step's last events, oldest first, each in at most :data:`STORY_CHARS` characters."""
+        return tuple(event if isinstance(event, str) else _brief(event) for event in self.story)
 
 
 def _brief(event: Event) -> str:
-    if isinstance(event, StepOpened):
-        return f"StepOpened({len(event.loads)} loads, {len(event.saves)} saves, deadline={event.deadline})"
-    return repr(event)
+    match event:
+        case StepOpened():
+            told = f"StepOpened({len(event.loads)} loads, {len(event.saves)} saves, deadline={event.deadline})"
+        case LoadsMoved():
+            told = f"LoadsMoved({event.nbytes} bytes, {len(event.failed)} failed ranges)"
+        case _:
+            told = repr(event)
+    return shortened(told, STORY_CHARS)
 
 
 # What loads depend on: objects that are not in the arena yet, and the blocks that come with each of them.

@@ -120,7 +120,7 @@ def open_step(state: State, session: Session, event: StepOpened, out: list[Comma
     _check(session, event, event.saves, "save")
 
     step = FlowStep(session, event.step, event.deadline, event.save_deadline)
-    step.story.append(event)
+    step.heard(event)
     session.steps[event.step] = step
     if event.loads:
         step.loads = _job(state, step, Direction.LOAD, event.loads, planned=event.planned)

@@ -387,7 +387,7 @@ def _take_out(state: State, event: BatchDone | BatchFailed, *, by_plan: bool = F
             f"for step {step.number}",
             step.recent_events(),
         )
-    step.story.append(event)
+    step.heard(event)
     del state.in_flight[event.batch]
     del transfer.in_flight[event.batch]
     job.in_flight_count -= 1

@@ -230,7 +230,7 @@ class State:
         if step is None:
             self.counters.late_reports += 1
             return None
-        step.story.append(event)
+        step.heard(event)
         return step
 
     def enqueue(self, job: TransferJob) -> None:

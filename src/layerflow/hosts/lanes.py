@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 import structlog
 
-from layerflow.errors import LayerflowError, PoolError
+from layerflow.errors import LayerflowError, PoolError, shortened
 from layerflow.hosts.backend import (
     OK,
     Backend,
@@ -249,7 +249,7 @@ class TransferLane(Lane[Item]):
         for position, (outcome, reason) in zip(positions, results, strict=True):
             if outcome is not ObjectStatus.OK:
                 left.append(job.places.pop(position))
-                failed.append(ObjectFailure(position, int(outcome), reason[:REASON_CHARS]))
+                failed.append(ObjectFailure(position, int(outcome), shortened(reason, REASON_CHARS)))
         return left
 
 
@@ -299,7 +299,7 @@ class BackendCalls:
 
 def describe(error: BaseException) -> str:
     """An exception in a few words."""
-    return f"{type(error).__name__}: {error}"[:REASON_CHARS]
+    return shortened(f"{type(error).__name__}: {error}", REASON_CHARS)
 
 
 # The fetch thread: executes the calls that the server hands out, in order, one call of the backend each.

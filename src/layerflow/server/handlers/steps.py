@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 import structlog
 
-from layerflow.errors import InvalidTransition, ProtocolError
+from layerflow.errors import InvalidTransition, ProtocolError, shortened
 from layerflow.flow.events import (
     BatchDone,
     BatchFailed,
@@ -32,8 +31,9 @@ from layerflow.server.planner import PlannedStep, plan_direct, plan_step, step_o
 from layerflow.server.step_check import CheckedStep, check_deadlines, check_step, count_objects
 from layerflow.wire import messages as wire
 
-EVENTS_PER_SLICE = 64
-"""Items of a Report that are handled before another client may get its turn."""
+ITEMS_PER_SLICE = 64
+"""Items of a Report, lost blocks among them, that are handled before another client may get its turn. A Moved is not
+taken apart."""
 
 MOST_MEASURED = 1 << 53
 """Bytes or seconds that one step can have moved or taken: what a float counts exactly."""
@@ -149,7 +149,7 @@ async def report(context: ServerContext, session: ClientSession, message: wire.R
                 "batch_failed",
                 session=session.number,
                 batch=failure.batch,
-                reason=failure.reason,
+                reason=shortened(failure.reason),
                 unlogged=unlogged,
             )
     context.driver.time_batches(session.number, message)
@@ -176,7 +176,7 @@ async def tell(context: ServerContext, events: Iterator[Event]) -> None:
     :raises InvalidTransition: the first impossible event; all others were handled.
     """
     refused: InvalidTransition | None = None
-    while few := list(itertools.islice(events, EVENTS_PER_SLICE)):
+    for few in _sliced(events):
         try:
             context.driver.handle(*few)
         except InvalidTransition as error:
@@ -186,7 +186,21 @@ async def tell(context: ServerContext, events: Iterator[Event]) -> None:
         raise refused
 
 
+def _sliced(events: Iterable[Event]) -> Iterator[list[Event]]:
+    few: list[Event] = []
+    items = 0
+    for event in events:
+        few.append(event)
+        items += 1 + (len(event.failed) if isinstance(event, LoadsMoved) else 0)
+        if items >= ITEMS_PER_SLICE:
+            yield few
+            few, items = [], 0
+    if few:
+        yield few
+
+
 def _events(session: int, report: wire.Report) -> Iterator[Event]:
+    """What a Report says, its reasons cut: they are kept while their step is open, and told on."""
     for place in report.progress:
         if place.frontier >= 0:
             yield FrontierReached(session, place.step, place.frontier)
@@ -195,11 +209,11 @@ def _events(session: int, report: wire.Report) -> Iterator[Event]:
     for batch in report.done:
         yield BatchDone(session, batch)
     for fence in report.fenced:
-        yield LoadsFenced(session, fence.step, fence.reason)
+        yield LoadsFenced(session, fence.step, shortened(fence.reason))
     for failure in report.failed:
-        yield BatchFailed(session, failure.batch, failure.reason)
+        yield BatchFailed(session, failure.batch, shortened(failure.reason))
     for moved in report.moved:
-        lost = (FailedRange(blocks.group, blocks.lo, blocks.hi, blocks.reason) for blocks in moved.lost)
+        lost = (FailedRange(each.group, each.lo, each.hi, shortened(each.reason)) for each in moved.lost)
         yield LoadsMoved(session, moved.step, moved.nbytes, tuple(lost))
     for closed in report.closed:
         yield StepClosed(session, closed.step, closed.ok)
