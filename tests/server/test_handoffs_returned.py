@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from layerflow.errors import REASON_CHARS
 from layerflow.pool.base import NewObject, ReserveStatus
 from layerflow.pool.memory import MemoryPool
 from layerflow.server.handlers.following import view_of_handoff
@@ -16,6 +17,7 @@ from layerflow.server.handoffs import registry
 from layerflow.server.handoffs.handoff import OBJECTS_PER_SLICE, HandoffRecord, HandoffStatus
 from layerflow.server.handoffs.registry import Handoffs
 from layerflow.system.memfd import SharedMemory
+from layerflow.wire.messages import MAX_REASON
 
 NBYTES, COUNT = 4096, 1000
 
@@ -346,3 +348,30 @@ def test_many_watchers_are_told_in_turns_and_one_that_raises_keeps_it_from_no_ot
             arena.soon.pop(0)()
         assert len(told) <= turns, "others get their turn between two of them"
     assert told == [0, 1, 3, 4]
+
+
+LONG = "no room: " + "x" * MAX_REASON
+CUT = f"{LONG[: REASON_CHARS - 3]}..."
+
+
+def test_reasons_of_hand_offs_that_are_over_are_cut(arena: Arena) -> None:
+    """They are remembered beyond the client that gave them, and charged to nobody."""
+    arena.handoffs._room_bytes = 4 * COUNT * NBYTES
+    arena.handoffs.end("unopened", "P", 0, LONG, 0.0)
+    assert arena.open("ended", Prompt()) == "" and arena.open("open", Prompt()) == ""
+    arena.handoffs.end("ended", "P", 0, LONG, 0.0)
+    assert arena.handoffs.refuse("open", "P", LONG) == CUT, "the one of this name stays; this is told and logged"
+    found = [arena.handoffs.get(name) for name in ("unopened", "ended", "open")]
+    assert [handoff.reason for handoff in found if handoff is not None] == [CUT, CUT, ""]
+
+
+def test_why_a_save_was_given_up_is_cut(arena: Arena) -> None:
+    prompt = Prompt()
+    assert arena.open("h", prompt) == ""
+    key = prompt.keys[0]
+    arena.take([prompt.all[key]])
+    arena.pool.revoke([key], ("step", 1, 1))
+    arena.handoffs.lost([key], LONG)
+    handoff = arena.handoffs.get("h")
+    assert handoff is not None and handoff.status is HandoffStatus.OPEN
+    assert handoff.given_up.startswith("a save of it was given up: no room") and len(handoff.given_up) == REASON_CHARS

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import structlog
 
+from layerflow.errors import shortened
 from layerflow.expiring import ExpiringSet, ExpiryHeap
 from layerflow.observe.logs import LogRateLimiter
 from layerflow.pool.base import NewObject, Owner, Pool, ReserveStatus
@@ -486,6 +487,7 @@ class Handoffs:
         return self._refused(handoff.name, why)
 
     def _refused(self, name: str, why: str) -> str:
+        why = shortened(why)
         self._counts["refused"] += 1
         if (unlogged := self._log_limit.admit(time.monotonic())) is not None:
             log.info("handoff_refused", handoff=name, reason=why, unlogged=unlogged)
@@ -546,7 +548,7 @@ class Handoffs:
         if any(place.outcome in (ReserveStatus.FULL, ReserveStatus.TOO_LARGE) for place in room):
             self._close(handoff, HandoffStatus.FAILED, f"{why}; the arena has no room to save it again")
             return
-        handoff.given_up = why
+        handoff.given_up = shortened(why)
         reserved_there, untold = sort_by_writer(self._pool, set(keys) - mine)
         handoff.reserved_there |= reserved_there
         handoff.stored_by_others.difference_update(keys)
@@ -569,12 +571,13 @@ class Handoffs:
         names = {"handoff": handoff.name, "engine": handoff.engine}
         unlogged = self._log_limit.admit(time.monotonic()) if status is not HandoffStatus.RELEASED else None
         if unlogged is not None:
-            log.info("handoff_over", **names, was=before.value, state=status.value, reason=reason, unlogged=unlogged)
+            became = {"was": before.value, "state": status.value, "reason": handoff.reason}
+            log.info("handoff_over", **names, **became, unlogged=unlogged)
 
     def _end(self, handoff: HandoffRecord, status: HandoffStatus, reason: str) -> None:
         was_open = handoff.status is not HandoffStatus.COMPLETE
         handoff.enter(status)
-        handoff.reason = reason
+        handoff.reason = shortened(reason)  # remembered beyond its client, and charged to nobody
         self._live.discard(handoff)
         self._stored_by_others.pop(handoff, None)
         why = f"hand-off {handoff.name!r} {handoff.story()}"
