@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from e2e.hostile import U32, Hostile
@@ -16,7 +17,8 @@ from e2e.known import eventually, small_spec
 
 from layerflow.agent import handshake
 from layerflow.config.settings import Settings
-from layerflow.server import EmbeddedServer
+from layerflow.errors import ProtocolError
+from layerflow.server import EmbeddedServer, spans
 from layerflow.server.account import ENTRY_BYTES, OVERDRAFT, Account
 from layerflow.server.handlers.handoffs import open_handoff
 from layerflow.server.handlers.lookups import LookupHandler
@@ -75,6 +77,42 @@ def test_watches_of_one_client_are_bounded_and_end_with_it(embed: Embed, client_
     hostile.close()
     assert eventually(lambda: announced(server) == 1), "what a client waits for ends with the client"
     assert eventually(lambda: server.call(lambda: server.server.accounts.nbytes) == kept(server, other))
+
+
+@pytest.mark.parametrize("share", [SHARE, 64 << 20])
+def test_traces_count_for_what_workers_may_tell(
+    embed: Embed, client_of: Clients, monkeypatch: pytest.MonkeyPatch, share: int
+) -> None:
+    monkeypatch.setattr(spans, "PATIENCE_S", 600.0)
+    server = embed(server__max_client_bytes=share, server__max_message_bytes=256 << 10)
+    hostile, other = client_of(server), client_of(server)
+    questions = server.server._server_context.span_questions
+    with worker_on(server, spec=SPEC):
+        monkeypatch.setattr(questions, "_send", lambda *_: None)
+        for number in range(10):
+            hostile.say(wire.TraceRequest(number, 60.0))
+        refused = hostile.hear(wire.Status)
+        assert isinstance(refused, wire.Problem) and refused.code == "quota"
+        hostile.beat()
+        most = spans.answer_bytes(share)
+        asked = server.call(lambda: len(questions._asked))
+        assert most == min(share // 4, spans.MOST_TRACE_BYTES) and asked == share // (2 * most + 2 * ENTRY_BYTES)
+        assert kept(server, hostile) == asked * (2 * most + 2 * ENTRY_BYTES), "an entry, and a question, beside"
+        hostile.close()
+        assert eventually(lambda: server.call(lambda: len(questions._asked)) == 0), "they end with the client"
+        assert eventually(lambda: server.call(lambda: server.server.accounts.nbytes) == kept(server, other))
+
+
+async def test_a_question_that_a_worker_never_answers_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spans, "PATIENCE_S", 0.0)
+    numbers: list[int] = []
+    questions = spans.SpanQuestions(lambda _, asked: numbers.append(asked.id))  # type: ignore[attr-defined]
+    worker: Any = SimpleNamespace(number=1, name="e", spec=None)
+    found = await spans.trace_workers(questions, [worker], 60.0, spans.MOST_TRACE_BYTES)
+    assert found["silent"] == ["e"] and not questions._asked
+    questions.answered(worker, wire.Spans(numbers[0], 0, []))
+    with pytest.raises(ProtocolError, match="was not asked"):
+        questions.answered(worker, wire.Spans(numbers[0] + 1, 0, []))
 
 
 @pytest.mark.parametrize("waits_for", ["handoff", "servers"])

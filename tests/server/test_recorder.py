@@ -333,9 +333,8 @@ def test_of_more_spans_than_an_answer_takes_the_newest_are_told(embed: Embed, mo
     control.close()
 
 
-async def test_steps_without_spans_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_steps_without_spans_count_too() -> None:
     """A worker may tell of as many as it likes."""
-    monkeypatch.setattr(spans, "MOST_TRACE_BYTES", 10 * spans.STEP_BYTES)
     worker = cast(ClientSession, SimpleNamespace(number=1, name="e", spec=None))
 
     def answer(_: ClientSession, asked: Message) -> None:
@@ -344,5 +343,5 @@ async def test_steps_without_spans_count_too(monkeypatch: pytest.MonkeyPatch) ->
         questions.answered(worker, wire.Spans(asked.id, 100, steps))
 
     questions = spans.SpanQuestions(answer)
-    found = await spans.trace_workers(questions, [worker], 60.0)
+    found = await spans.trace_workers(questions, [worker], 60.0, 10 * spans.STEP_BYTES)
     assert [step["step"] for step in found["steps"]] == list(range(90, 100)) and found["left_out"] == 90

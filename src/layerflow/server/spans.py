@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from layerflow.errors import ProtocolError
+from layerflow.server.account import ENTRY_BYTES
 from layerflow.server.clients import ClientSession
 from layerflow.system.numbers import ascending
 from layerflow.wire import messages as wire
@@ -43,6 +44,7 @@ class SpanQuestions:
     def __init__(self, send: Callable[[ClientSession, Message], None]) -> None:
         self._send = send
         self._numbers = ascending()
+        self._newest = 0
         self._asked: dict[int, tuple[int, Callable[[wire.Spans | None], None]]] = {}
 
     def ask(self, worker: ClientSession, *, after: int, since: float, tell: Callable[[wire.Spans | None], None]) -> int:
@@ -50,17 +52,19 @@ class SpanQuestions:
 
         :param tell: told each part of the answer; None = the worker has left.
         """
-        number = next(self._numbers)
+        number = self._newest = next(self._numbers)
         self._asked[number] = worker.number, tell
         self._send(worker, wire.SpansWanted(number, after, since))
         return number
 
     def answered(self, session: ClientSession, message: wire.Spans) -> None:
-        """A worker answers.
+        """A worker answers. Where nobody waits for it any more it is dropped.
 
         :raises ProtocolError: it was not asked this.
         """
         asked, tell = self._asked.get(message.id, (-1, None))
+        if tell is None and 0 < message.id <= self._newest:
+            return
         if asked != session.number or tell is None:
             raise ProtocolError(f"spans for question {message.id}, which this session was not asked")
         if not message.more:
@@ -68,9 +72,8 @@ class SpanQuestions:
         tell(message)
 
     def withdraw(self, number: int) -> None:
-        """Nobody waits for this answer any more; when it comes it is dropped."""
-        if number in self._asked:
-            self._asked[number] = self._asked[number][0], lambda _: None
+        """Nobody waits for this answer any more. The question is forgotten: a worker may never answer it."""
+        self._asked.pop(number, None)
 
     def lose(self, session: int) -> None:
         """A worker is gone."""
@@ -78,9 +81,22 @@ class SpanQuestions:
             self._asked.pop(number)[1](None)
 
 
-async def trace_workers(questions: SpanQuestions, workers: Sequence[ClientSession], seconds: float) -> dict[str, Any]:
+def answer_bytes(share: int) -> int:
+    """How large an answer may be, in bytes, for a client that may make the server keep `share`."""
+    return min(MOST_TRACE_BYTES, share // 4)
+
+
+def kept_bytes(workers: int, most: int) -> int:
+    """What :func:`trace_workers` keeps at most until it answers with `most` bytes: what is told, and its questions."""
+    return 2 * most + workers * ENTRY_BYTES
+
+
+async def trace_workers(
+    questions: SpanQuestions, workers: Sequence[ClientSession], seconds: float, most: int
+) -> dict[str, Any]:
     """What took time in the last steps of `workers`, as ``TraceRequest`` is answered.
 
+    :param most: bytes of steps and their spans in the answer; meanwhile twice as much is kept.
     :returns: ``steps``, and as ``silent`` the engines of workers that did not answer in time.
     """
     since = time.monotonic() - seconds
@@ -94,8 +110,8 @@ async def trace_workers(questions: SpanQuestions, workers: Sequence[ClientSessio
         for step in answer.steps if answer is not None else ():
             found.append((step.origin, worker, step))
             held += STEP_BYTES + len(step.spans)
-        if held > 2 * MOST_TRACE_BYTES:
-            held, dropped = _keep_newest(found)
+        if held > 2 * most:
+            held, dropped = _keep_newest(found, most)
             left_out += dropped
         if answer is None or not answer.more:
             waiting.pop(worker.number, None)
@@ -103,12 +119,14 @@ async def trace_workers(questions: SpanQuestions, workers: Sequence[ClientSessio
                 all_told.set()
 
     asked = [questions.ask(worker, after=0, since=since, tell=functools.partial(told, worker)) for worker in workers]
-    with contextlib.suppress(TimeoutError):
-        if workers:
-            await asyncio.wait_for(all_told.wait(), PATIENCE_S)
-    for number in asked:
-        questions.withdraw(number)
-    left_out += _keep_newest(found)[1]
+    try:
+        with contextlib.suppress(TimeoutError):
+            if workers:
+                await asyncio.wait_for(all_told.wait(), PATIENCE_S)
+    finally:
+        for number in asked:
+            questions.withdraw(number)
+    left_out += _keep_newest(found, most)[1]
     steps = [
         {
             "session": worker.number,
@@ -123,11 +141,11 @@ async def trace_workers(questions: SpanQuestions, workers: Sequence[ClientSessio
     return {"steps": steps, "left_out": left_out, "silent": sorted({worker.name for worker in waiting.values()})}
 
 
-def _keep_newest(found: list[Told]) -> tuple[int, int]:
-    """Sort by time, and drop the oldest past :data:`MOST_TRACE_BYTES`. The bytes kept, and how many steps are not."""
+def _keep_newest(found: list[Told], most: int) -> tuple[int, int]:
+    """Sort by time, and drop the oldest past `most` bytes. The bytes kept, and how many steps are not."""
     found.sort(key=lambda one: one[0])
     held, first = 0, len(found)
-    while first and held + STEP_BYTES + len(found[first - 1][2].spans) <= MOST_TRACE_BYTES:
+    while first and held + STEP_BYTES + len(found[first - 1][2].spans) <= most:
         first -= 1
         held += STEP_BYTES + len(found[first][2].spans)
     del found[:first]

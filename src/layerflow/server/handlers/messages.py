@@ -30,7 +30,7 @@ from layerflow.server.handlers.steps import open_step, report, step_refused, tel
 from layerflow.server.leases import lease_owner
 from layerflow.server.plans import is_lease_of
 from layerflow.server.recorder import session_note
-from layerflow.server.spans import trace_workers
+from layerflow.server.spans import answer_bytes, kept_bytes, trace_workers
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import ToServer
 from layerflow.wire.rights import NotAllowed
@@ -209,14 +209,16 @@ class Handlers:
                 self._later(session, message, lambda: context.recorder.asked(message))
             case wire.TraceRequest():
                 workers = self._workers_named(message.engine)
-                asked = functools.partial(trace_workers, context.span_questions, workers, message.seconds)
-                self._later(session, message, asked)
+                most = answer_bytes(context.settings().max_client_bytes)
+                asked = functools.partial(trace_workers, context.span_questions, workers, message.seconds, most)
+                self._later(session, message, asked, kept_bytes(len(workers), most), abandon=True)
             case wire.TrySettings():
                 there = functools.partial(context.sessions.get, session.number)
                 self._later(
                     session,
                     message,
                     lambda: context.trials.asked(message, session, lambda: there() is not session),
+                    len(message.content),
                 )
             case wire.Spans():
                 self._worker(session, "Spans")
@@ -278,8 +280,14 @@ class Handlers:
         session: ClientSession,
         message: wire.RecordRequest | wire.TraceRequest | wire.TrySettings | wire.Purge,
         work: Callable[[], Coroutine[Any, Any, dict[str, Any]]],
+        nbytes: int = 0,
+        *,
+        abandon: bool = False,
     ) -> None:
-        """Answer with what `work` returns, if the client is still there then."""
+        """Answer with what `work` returns, if the client is still there then.
+
+        :param nbytes: that it keeps at most. :param abandon: it ends with the client, who alone wants it.
+        """
         number = message.id
 
         async def answer() -> None:
@@ -298,7 +306,7 @@ class Handlers:
             if self._context.sessions.get(session.number) is session:
                 self._context.send(session, wire.Status(number, msgspec.json.encode(told)))
 
-        charge = session.account.charge("an answer that takes long")
+        charge = session.account.charge("an answer that takes long", nbytes)
         task = asyncio.get_running_loop().create_task(answer())
         self._answering.add(task)
 
@@ -306,7 +314,12 @@ class Handlers:
             charge.release()
             self._answering.discard(ended)
 
+        def cancel() -> None:
+            task.cancel()
+
         task.add_done_callback(done)
+        if abandon:
+            charge.on_end(cancel)
 
     def _worker(self, session: ClientSession, what: str) -> None:
         if not session.memory:
