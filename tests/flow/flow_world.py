@@ -57,6 +57,7 @@ from layerflow.flow.events import (
     Limits,
     LimitsChanged,
     LoadsFenced,
+    LoadsLost,
     LoadsMoved,
     Need,
     Part,
@@ -157,10 +158,11 @@ class World:
             said += self.end_call(next(iter(self.writes.calls.values())))
         return said
 
-    def moved(self, session, step, failed=(), layers=sys.maxsize) -> list[Command]:
+    def moved(self, session, step, failed=(), layers=sys.maxsize, earlier=0) -> list[Command]:
         """A worker ends the loads that it moves itself.
 
         :param failed: (group, lo, hi). :param layers: so many have come, where the loads were cut off.
+        :param earlier: so many of the failed ranges are told before the end.
         """
         side, nbytes = self.live[session, step].sides[LOAD], 0
         for layer, shape in enumerate(self.layers[session][:layers]):
@@ -171,7 +173,9 @@ class World:
                         at = block * shape.block_bytes
                         side.done.setdefault(layer, []).append((at, at + shape.block_bytes))
                         nbytes += shape.block_bytes
-        return self.send(LoadsMoved(session, step, nbytes, tuple(FailedRange(*one, "replaced") for one in failed)))
+        ranges = tuple(FailedRange(*one, "replaced") for one in failed)
+        said = self.send(LoadsLost(session, step, ranges[:earlier])) if earlier else []
+        return said + self.send(LoadsMoved(session, step, nbytes, ranges[earlier:], earlier))
 
     def moving(self) -> list[tuple[int, int]]:
         """Steps whose loads are moved by their worker, and have not ended."""

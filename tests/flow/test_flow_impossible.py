@@ -23,6 +23,7 @@ from layerflow.flow.events import (
     LayerShape,
     Limits,
     LoadsFenced,
+    LoadsLost,
     LoadsMoved,
     Need,
     Part,
@@ -110,6 +111,7 @@ def test_a_story_keeps_no_list_of_an_event_and_tells_counts():
     world = opened()
     lost = tuple(FailedRange(0, 0, 1, "gone") for _ in range(1000))
     held = sys.getrefcount(lost)
+    assert story_of(world, LoadsLost(0, 1, lost))[-1] == "LoadsLost(1000 failed ranges)"
     stories = [story_of(world, LoadsMoved(0, 1, 7, lost)) for _ in range(2 * STORY_EVENTS)]
     assert stories[-1] == ("LoadsMoved(7 bytes, 1000 failed ranges)",) * STORY_EVENTS
     assert sys.getrefcount(lost) == held

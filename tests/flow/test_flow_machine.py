@@ -18,6 +18,7 @@ from layerflow.flow.events import (
     BatchDone,
     CallDone,
     Direction,
+    FailedRange,
     FetchAvailable,
     FetchOpened,
     FollowMoved,
@@ -31,6 +32,7 @@ from layerflow.flow.events import (
     Limits,
     LimitsChanged,
     LoadsFenced,
+    LoadsLost,
     LoadsMoved,
     Need,
     Part,
@@ -142,12 +144,14 @@ class FlowMachine(TransferRules):
         key = data.draw(st.sampled_from(sorted(self.world.moving())))
         side = self.world.live[key].sides[Direction.LOAD]
         failed = []
-        for index in data.draw(st.lists(st.integers(0, len(side.parts) - 1), max_size=2)):
-            lo, hi = side.ranges[index]
+        for index in data.draw(st.lists(st.integers(0, len(side.parts) - 1), max_size=4)):
+            group, (lo, hi) = side.parts[index].group, side.ranges[index]
+            last = max(end for part, (_, end) in zip(side.parts, side.ranges, strict=True) if part.group == group)
             first = data.draw(st.integers(lo, hi - 1))
-            failed.append((side.parts[index].group, first, data.draw(st.integers(first + 1, hi))))
-        self.stale.append(LoadsMoved(*key, 0))
-        self.world.moved(*key, failed, layers if side.cut else sys.maxsize)
+            failed.append((group, first, data.draw(st.integers(first + 1, last))))
+        self.stale += [LoadsMoved(*key, 0), LoadsLost(*key, ())]
+        earlier = data.draw(st.integers(0, len(failed)))
+        self.world.moved(*key, failed, layers if side.cut else sys.maxsize, earlier)
 
     @rule(data=st.data())
     @precondition(lambda self: self.world.flying)
@@ -220,6 +224,7 @@ class FlowMachine(TransferRules):
                     StepOpened(session, step + 1000, 1.0, 1.0, (Part("a", 0, 2, (Need(10**9, 0, 0, 2),)),)),
                     StepOpened(session, step + 1000, 1.0, 1.0, (Part("a", 0, 2, (Need(1, 0, 0, 2),)),), (), True),
                     LoadsMoved(session, step, -1),
+                    LoadsLost(session, step, (FailedRange(0, -1, 1, "x"),)),
                     FetchOpened(0, "x", (0,), (Item(1, 1),)),
                     FetchOpened(10**9, "x", (0,), (Item(1, 1),), hop=Hop.WRITE),
                     FetchOpened(10**9, "x", (0,), (Item(1, 1),), hop=Hop.LOCAL),

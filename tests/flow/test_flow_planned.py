@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
 import pytest
 from flow_world import of, submits
 
@@ -20,6 +25,7 @@ from layerflow.flow.events import (
     LayerShape,
     Limits,
     LoadsFenced,
+    LoadsLost,
     LoadsMoved,
     Need,
     Part,
@@ -92,6 +98,87 @@ def test_what_failed_is_told_to_the_block_and_nothing_on_top_of_it_is_published(
     assert {part for each in of(out, Revoke) for part in each.parts} == {0, 1}
 
 
+def test_what_failed_may_be_told_before_the_end():
+    world = Planned(saves=PARTS)
+    stored = world.save(world.out)
+    out = world.send(LoadsLost(0, 1, (FailedRange(0, 1, 4, "gone"),)))
+    assert failed(out) == [("a", 1, 3), ("b", 3, 4)] and not of(out, LoadsDone)
+    assert sorted(part for each in of(out, Revoke) for part in each.parts) == [0, 1]
+    out = world.send(LoadsMoved(0, 1, 0, (FailedRange(0, 0, 7, "late"),), 1))
+    assert failed(out) == [("a", 0, 1), ("b", 4, 7)] and of(out, LoadsDone)
+    assert not of(stored + out, Commit) and world.flow.statistics().failed_parts == 2
+
+
+def test_an_end_does_not_come_true_without_what_was_to_be_told_before_it():
+    world = Planned(saves=PARTS)
+    world.save(world.out)
+    world.send(LoadsLost(0, 1, (FailedRange(0, 0, 1, "gone"),)))
+    with pytest.raises(InvalidTransition):
+        world.send(LoadsLost(0, 1, (FailedRange(0, 4, 5, "gone"), FailedRange(0, 7, 8, "not there"))))
+    with pytest.raises(InvalidTransition, match="2 failed ranges told, of 1 possible"):
+        world.send(LoadsMoved(0, 1, 0, (), 2))
+    assert world.flow.statistics().steps == 1
+
+
+def lines_run(work: Callable[[], object]) -> int:
+    """Lines of Python that run, loops' each time."""
+    count, before = 0, sys.gettrace()
+
+    def trace(_: FrameType, what: str, __: object) -> Any:
+        nonlocal count
+        count += what == "line"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def one_part(count: int) -> tuple[tuple[Part, ...], list[FailedRange]]:
+    """Every second block of a part is lost."""
+    return (Part("a", 0, 2 * count),), [FailedRange(0, 2 * at, 2 * at + 1, "gone") for at in range(count)]
+
+
+def one_request(count: int) -> tuple[tuple[Part, ...], list[FailedRange]]:
+    """So is every part of a request, with a reason of its own."""
+    return (Part("a", 0, 1),) * count, [FailedRange(0, at, at + 1, f"{at}") for at in reversed(range(count))]
+
+
+def all_parts(count: int) -> tuple[tuple[Part, ...], list[FailedRange]]:
+    """All parts are lost with every range."""
+    return tuple(Part(f"{at}", 0, 1) for at in range(count)), [FailedRange(0, 0, count, "gone")] * count
+
+
+@pytest.mark.parametrize("lost", [one_part, one_request, all_parts])
+@pytest.mark.parametrize("aborted", [False, True])
+@pytest.mark.parametrize("earlier", [False, True])
+def test_ten_times_as_many_failed_ranges_are_ten_times_the_work(lost, aborted, earlier):
+    def work(count: int) -> int:
+        parts, ranges = lost(count)
+        flow = Flow(Limits())
+        flow.handle(SessionOpened(0, (LayerShape(0, 10),) * 2), 100.0)
+        flow.handle(StepOpened(0, 1, 200.0, 300.0, parts, parts, planned=True), 100.0)
+        for request in {part.request for part in parts} if aborted else ():
+            flow.handle(RequestAborted(0, request), 100.0)
+        few = count // 10 if earlier else count
+        slices = [tuple(ranges[at : at + few]) for at in range(0, count, few)]
+
+        def tell() -> None:
+            for each in slices[:-1]:
+                flow.handle(LoadsLost(0, 1, each), 100.0)
+            assert of(flow.handle(LoadsMoved(0, 1, 0, slices[-1], count - few), 100.0), LoadsDone)
+
+        lines = lines_run(tell)
+        flow.validate()
+        assert flow.statistics().failed_parts == (0 if aborted else len(parts))
+        return lines
+
+    assert work(500) < 12 * work(50)
+
+
 def test_an_abort_is_released_when_nothing_moves_any_more():
     world = Planned()
     assert not of(world.send(RequestAborted(0, "a")), Release)
@@ -131,6 +218,8 @@ def test_a_lost_session_ends_them():
         (LoadsMoved(0, 1, 0, (FailedRange(0, 0, 8, "x"),)), "does not load"),
         (LoadsMoved(0, 1, 0, (FailedRange(0, 3, 3, "x"),)), "does not load"),
         (LoadsMoved(0, 1, 0, (FailedRange(1, 0, 1, "x"),)), "does not load"),
+        (LoadsLost(0, 1, (FailedRange(0, 1, 2, "x"), FailedRange(0, 6, 8, "x"))), "does not load"),
+        (LoadsMoved(0, 1, 0, (), 1), "1 failed ranges"),
     ],
 )
 def test_an_end_that_cannot_be_changes_nothing(event, why):
@@ -144,8 +233,9 @@ def test_an_end_that_cannot_be_changes_nothing(event, why):
 def test_an_end_of_loads_that_are_the_cores_to_grant():
     world = Planned()
     world.send(StepOpened(0, 2, 200.0, 300.0, PARTS))
-    with pytest.raises(InvalidTransition, match="not planned"):
-        world.send(LoadsMoved(0, 2, 0))
+    for event in (LoadsMoved(0, 2, 0), LoadsLost(0, 2, ())):
+        with pytest.raises(InvalidTransition, match="not planned"):
+            world.send(event)
 
 
 def test_what_is_yet_to_be_fetched_cannot_be_planned():

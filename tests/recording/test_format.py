@@ -70,6 +70,7 @@ EXAMPLES: tuple[Any, ...] = (
     told.FetchOpened(1, "2", (0, 2), (told.Item(64, 4), told.Item(32, 2)), hop=told.Hop.PEER),
     told.CallDone(told.Hop.WRITE, 4, ((1, "broken"),)),
     told.LoadsMoved(3, 1, 640, (told.FailedRange(0, 1, 3, "broken"),)),
+    told.LoadsLost(3, 1, (told.FailedRange(0, 1, 3, "broken"),)),
     told.LimitsChanged(told.Limits(prefetch_layers=3, stagger_us=40)),
     told.Tick(),
     wanted.Submit(3, 1, 9, told.Direction.LOAD, 5, 0, 4, 0, 0, 256, -1, True),

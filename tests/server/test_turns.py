@@ -14,7 +14,7 @@ import pytest
 from e2e.known import eventually, small_spec
 
 from layerflow.errors import REASON_CHARS
-from layerflow.flow.events import BatchFailed, Event, LoadsFenced, LoadsMoved
+from layerflow.flow.events import BatchFailed, Event, LoadsFenced, LoadsLost, LoadsMoved
 from layerflow.hits import HitLength
 from layerflow.keys import object_keys
 from layerflow.objects import object_bytes
@@ -104,6 +104,22 @@ def test_a_report_is_told_few_items_at_a_time_with_its_reasons_cut() -> None:
     reasons = {event.reason for event in events if isinstance(event, BatchFailed | LoadsFenced)}
     reasons |= {lost.reason for event in events if isinstance(event, LoadsMoved) for lost in event.failed}
     assert reasons == {f"{long[: REASON_CHARS - 3]}..."}
+
+
+def test_what_a_step_has_lost_is_told_few_ranges_at_a_time_before_its_end() -> None:
+    told: list[tuple[Event, ...]] = []
+    driver = SimpleNamespace(handle=lambda *events: told.append(events), time_batches=lambda *_: None)
+    context: Any = SimpleNamespace(driver=driver, plans=Mock(), recorder=SimpleNamespace(current=None))
+    lost = [wire.LostBlocks(0, at, at + 1, "gone") for at in range(3 * ITEMS_PER_SLICE + 1)]
+    report = wire.Report(moved=[wire.Moved(7, 10, lost)], closed=[wire.Closed(7, True)])
+    pieces(steps.report(context, SimpleNamespace(number=1), report), lambda: None)  # type: ignore[arg-type]
+    kinds = [[type(event).__name__ for event in few] for few in told]
+    assert kinds == [["LoadsLost"], ["LoadsLost"], ["LoadsLost"], ["LoadsMoved", "StepClosed"]]
+    parts = [event for few in told for event in few if isinstance(event, LoadsLost | LoadsMoved)]
+    assert max(len(event.failed) for event in parts) == ITEMS_PER_SLICE
+    assert [each.lo for event in parts for each in event.failed] == list(range(len(lost)))
+    end = parts[-1]
+    assert isinstance(end, LoadsMoved) and (end.nbytes, end.lost_ranges) == (10, 3 * ITEMS_PER_SLICE)
 
 
 def test_the_digests_of_a_prompt_are_read_some_at_a_time() -> None:

@@ -346,16 +346,28 @@ class FailedRange(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class LoadsLost:
+    """Some of what has failed of a planned step's loads. Their end follows: many ranges are told in several events."""
+
+    session: int
+    step: int
+    failed: tuple[FailedRange, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LoadsMoved:
     """Nothing of a planned step's loads moves any more: every byte is in place, but for what has failed.
 
     :param nbytes: that arrived.
+    :param failed: what was not told by :class:`LoadsLost`.
+    :param lost_ranges: how many were: where one of those events was impossible, this one is too.
     """
 
     session: int
     step: int
     nbytes: int
     failed: tuple[FailedRange, ...] = ()
+    lost_ranges: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,4 +450,5 @@ Event = (
     | StepsRevoked
     | LimitsChanged
     | Tick
+    | LoadsLost
 )

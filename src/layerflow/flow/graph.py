@@ -18,6 +18,7 @@ from layerflow.flow.events import (
     FetchOpened,
     Hop,
     LayerShape,
+    LoadsLost,
     LoadsMoved,
     Part,
     SessionOpened,
@@ -143,6 +144,27 @@ def common(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
             both.append((max(lo, others[other][0]), min(hi, others[other][1])))
             other += 1
     return both
+
+
+def missing(spans: Sequence[Span], lo: int, hi: int) -> list[Span]:
+    """What of `lo` to `hi` is not in `spans`. Costs O(log(spans)) and a look at each one in between."""
+    return without([(lo, hi)], spans[_near(spans, lo, hi)])
+
+
+def add_span(spans: list[Span], lo: int, hi: int) -> None:
+    """Add blocks to `spans`, which stay as :func:`joined` makes them. Costs as :func:`missing`."""
+    near = _near(spans, lo, hi)
+    if met := spans[near]:
+        lo, hi = min(lo, met[0][0]), max(hi, met[-1][1])
+    spans[near] = [(lo, hi)]
+
+
+def _near(spans: Sequence[Span], lo: int, hi: int) -> slice:
+    """Where the spans stand that overlap `lo` to `hi` or touch it."""
+    first = bisect_left(spans, (lo, lo))
+    if first and spans[first - 1][1] >= lo:
+        first -= 1
+    return slice(first, bisect_left(spans, (hi + 1, hi + 1)))
 
 
 def touches(spans: Sequence[Span], lo: int, hi: int) -> bool:
@@ -325,6 +347,7 @@ class Transfer:
 
     :param members: positions in the job's parts, ascending.
     :param starts: first block of each member, and the number of blocks at the end.
+    :param failed: loads: the blocks that were reported as failed; planned ones: those of cancelled parts too.
     :param arrivals: loads: by number of each incoming, so many layers of what it still brings are in the arena.
     :param pending: cursors of this transfer, waiting ones among them.
     :param sealed: so many of the group's layers are sealed.
@@ -338,6 +361,7 @@ class Transfer:
     shape: GroupShape
     members: Sequence[int]
     starts: list[int]
+    failed: list[Span] = field(default_factory=list)
     arrivals: dict[int, int] = field(default_factory=dict)
     pending: int = 0
     sealed: int = 0
@@ -472,7 +496,6 @@ class TransferJob:
 
     :param parts: as given in ``StepOpened``.
     :param dropped: positions of cancelled parts, which are granted no further.
-    :param failed: loads: the block ranges already reported as failed, of parts that were wholly granted then.
     :param in_flight_count: batches in flight.
     :param gated: batches granted before they could move, by gate; ended ones among them.
     :param moved: bytes that arrived.
@@ -483,6 +506,8 @@ class TransferJob:
     :param held: saves: a commit waits for the loads of an earlier step.
     :param planned: loads: the worker moves them itself. Each group is one batch of no bytes, in flight until it says
         that they have ended.
+    :param lost_ranges: planned loads: failed ranges that were told before the end.
+    :param hurt: planned loads: requests that have lost blocks.
     """
 
     step: FlowStep
@@ -491,7 +516,6 @@ class TransferJob:
     transfers: dict[int, Transfer] = field(default_factory=dict)
     cursors: list[Cursor] = field(default_factory=list)
     dropped: set[int] = field(default_factory=set)
-    failed: dict[int, list[Span]] = field(default_factory=dict)
     revoked: set[int] = field(default_factory=set)
     gated: list[InFlightBatch] = field(default_factory=list)
     in_flight_count: int = 0
@@ -501,6 +525,8 @@ class TransferJob:
     dependencies: list[Dependency] = field(default_factory=list)
     held: bool = False
     planned: bool = False
+    lost_ranges: int = 0
+    hurt: set[str] = field(default_factory=set)
     by_request: dict[str, list[int]] | None = None
 
     @property
@@ -619,7 +645,7 @@ class FlowStep:
 
     def heard(self, event: Event) -> None:
         """Add an event to the story, which keeps no list of it: one may be as long as a message."""
-        self.story.append(_brief(event) if isinstance(event, StepOpened | LoadsMoved) else event)
+        self.story.append(_brief(event) if isinstance(event, StepOpened | LoadsLost | LoadsMoved) else event)
 
     def impossible(self, what: str) -> InvalidTransition:
         """The error for a report that cannot be, with the step's story."""
@@ -634,6 +660,8 @@ def _brief(event: Event) -> str:
     match event:
         case StepOpened():
             told = f"StepOpened({len(event.loads)} loads, {len(event.saves)} saves, deadline={event.deadline})"
+        case LoadsLost():
+            told = f"LoadsLost({len(event.failed)} failed ranges)"
         case LoadsMoved():
             told = f"LoadsMoved({event.nbytes} bytes, {len(event.failed)} failed ranges)"
         case _:

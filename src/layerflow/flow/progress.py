@@ -16,7 +16,17 @@ from layerflow.flow.commands import (
     Seal,
     StepDone,
 )
-from layerflow.flow.events import LOAD, SAVE, BatchDone, BatchFailed, Direction, LoadsMoved, StepOpened
+from layerflow.flow.events import (
+    LOAD,
+    SAVE,
+    BatchDone,
+    BatchFailed,
+    Direction,
+    FailedRange,
+    LoadsLost,
+    LoadsMoved,
+    StepOpened,
+)
 from layerflow.flow.graph import (
     CANCELLED,
     ENDED,
@@ -28,9 +38,10 @@ from layerflow.flow.graph import (
     Span,
     Transfer,
     TransferJob,
+    add_span,
     joined,
+    missing,
     touches,
-    without,
 )
 from layerflow.flow.state import State
 from layerflow.flow.writes import commit_write, lose_parts
@@ -215,20 +226,18 @@ def fail_loads(state: State, job: TransferJob, positions: Iterable[int], reason:
     for position in fresh:
         lo, hi = job.transfer_of(position).span(position)
         _report(state, job, position, span=(lo, hi), reason=reason, out=out)
-        job.failed.pop(position, None)
     if fresh:
         invalidate_saves(state, job.step, fresh, reason, out)
         seal_rest(job, out)
 
 
 def _report(state: State, job: TransferJob, position: int, *, span: Span, reason: str, out: list[Command]) -> None:
-    known = job.failed.get(position, [])
-    part, step = job.parts[position], job.step
-    if not known:
+    transfer, part, step = job.transfer_of(position), job.parts[position], job.step
+    if not touches(transfer.failed, *transfer.span(position)):
         state.counters.failed_parts += 1
-    for lo, hi in without([span], known):
+    for lo, hi in missing(transfer.failed, *span):
         out.append(LoadFailed(step.session.number, step.number, part.request, part.group, lo, hi, reason))
-    job.failed[position] = joined([*known, span])
+    add_span(transfer.failed, *span)
 
 
 def fail_load_range(state: State, transfer: Transfer, span: Span, reason: str, out: list[Command]) -> None:
@@ -481,30 +490,83 @@ def track_worker_driven(state: State, job: TransferJob) -> None:
         state.budget.take(batch)
 
 
+def loads_lost(state: State, event: LoadsLost, out: list[Command]) -> None:
+    """Take some of what has failed of loads that their worker moves: it fails block by block.
+
+    :raises InvalidTransition: the step's loads are not the worker's to move, or do not have these blocks.
+    """
+    loads = _planned_loads(state, event)
+    if loads is None:
+        return
+    _check_failed(loads, event.failed)
+    if not loads.in_flight_count:
+        state.counters.late_reports += 1
+        return
+    loads.lost_ranges += len(event.failed)
+    _lose_blocks(state, loads, event.failed, out)
+
+
 def loads_moved(state: State, event: LoadsMoved, out: list[Command]) -> None:
     """Take the end of loads that their worker has moved; what failed has failed block by block.
 
     :raises InvalidTransition: the step's loads are not the worker's to move, or cannot have ended so.
     """
-    step = state.step(event, event.session, event.step)
-    if step is None:
+    loads = _planned_loads(state, event)
+    if loads is None:
         return
-    loads = step.loads
-    if loads is None or not loads.planned:
-        raise step.impossible("moved loads that were not planned")
+    step = loads.step
     most = sum(transfer.starts[-1] * transfer.shape.tail_bytes[0] for transfer in loads.transfers.values())
     if not 0 <= event.nbytes <= most:
         raise step.impossible(f"moved {event.nbytes} of {most} bytes")
-    for group, lo, hi, _ in event.failed:
-        if group not in loads.transfers or not 0 <= lo < hi <= loads.transfers[group].starts[-1]:
-            raise step.impossible(f"failed blocks {lo} to {hi} of group {group}, which it does not load")
+    _check_failed(loads, event.failed)
     if not loads.in_flight_count:
         state.counters.late_reports += 1
         return
-    for group, lo, hi, reason in event.failed:
-        fail_load_range(state, loads.transfers[group], (lo, hi), reason, out)
+    if event.lost_ranges != loads.lost_ranges:
+        raise step.impossible(
+            f"ended with {event.lost_ranges} failed ranges told, of {loads.lost_ranges} possible ones"
+        )
+    _lose_blocks(state, loads, event.failed, out)
     loads.moved += event.nbytes
     state.counters.loaded_bytes += event.nbytes
     for transfer in loads.transfers.values():
         for number in list(transfer.in_flight):
             batch_done(state, BatchDone(event.session, number), out, by_plan=True)
+
+
+def _planned_loads(state: State, event: LoadsLost | LoadsMoved) -> TransferJob | None:
+    """The loads that an event is about; None = their step is finished, or was never opened."""
+    step = state.step(event, event.session, event.step)
+    if step is not None and (step.loads is None or not step.loads.planned):
+        raise step.impossible("moved loads that were not planned")
+    return step.loads if step is not None else None
+
+
+def _check_failed(loads: TransferJob, failed: Iterable[FailedRange]) -> None:
+    for group, lo, hi, _ in failed:
+        if group not in loads.transfers or not 0 <= lo < hi <= loads.transfers[group].starts[-1]:
+            raise loads.step.impossible(f"failed blocks {lo} to {hi} of group {group}, which it does not load")
+
+
+def _lose_blocks(state: State, loads: TransferJob, failed: Iterable[FailedRange], out: list[Command]) -> None:
+    """Blocks of planned loads have failed. Each is looked at once, however often it is told.
+
+    What a request saves is cancelled at its first loss, once: a worker opens no step while it tells of one's end.
+    """
+    hurt: dict[str, list[int]] = {}
+    for group, lo, hi, reason in failed:
+        transfer = loads.transfers[group]
+        for fresh in missing(transfer.failed, lo, hi):
+            for position in transfer.overlapping(*fresh):
+                first, behind = transfer.span(position)
+                span = (max(first, fresh[0]), min(behind, fresh[1]))
+                if position in loads.dropped:
+                    add_span(transfer.failed, *span)
+                    continue
+                _report(state, loads, position, span=span, reason=reason, out=out)
+                request = loads.parts[position].request
+                if request not in loads.hurt:
+                    loads.hurt.add(request)
+                    hurt.setdefault(reason, []).append(position)
+    for reason, positions in hurt.items():
+        invalidate_saves(state, loads.step, positions, reason, out)

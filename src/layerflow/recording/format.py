@@ -293,6 +293,7 @@ EVENTS: Final = MappingProxyType(
                 told.StepsRevoked,
                 told.LimitsChanged,
                 told.Tick,
+                told.LoadsLost,
             )
         )
     }

@@ -119,7 +119,7 @@ class Renumbering:
             return event
         return dataclasses.replace(event, failed=tuple((place, word(reason)) for place, reason in event.failed))
 
-    def _lost_blocks(self, event: told.LoadsMoved, _: Mapping[int, str]) -> told.LoadsMoved:
+    def _lost_blocks(self, event: Any, _: Mapping[int, str]) -> Any:
         if not event.failed:
             return event
         failed = tuple(lost._replace(reason=word(lost.reason)) for lost in event.failed)
@@ -140,6 +140,7 @@ WITH_TEXT: Final[Mapping[type, Callable[[Renumbering, Any, Mapping[int, str]], A
         told.FetchesRevoked: Renumbering._reason,
         told.CallDone: Renumbering._failures,
         told.IncomingFailed: Renumbering._failures,
+        told.LoadsLost: Renumbering._lost_blocks,
         told.LoadsMoved: Renumbering._lost_blocks,
         wanted.LoadFailed: Renumbering._named,
         wanted.Revoke: Renumbering._reason,

@@ -17,6 +17,7 @@ from layerflow.flow.events import (
     FrontierReached,
     LayersComputed,
     LoadsFenced,
+    LoadsLost,
     LoadsMoved,
     StepClosed,
 )
@@ -32,8 +33,7 @@ from layerflow.server.step_check import CheckedStep, check_deadlines, check_step
 from layerflow.wire import messages as wire
 
 ITEMS_PER_SLICE = 64
-"""Items of a Report, lost blocks among them, that are handled before another client may get its turn. A Moved is not
-taken apart."""
+"""Items of a Report, lost blocks among them, that are handled before another client may get its turn."""
 
 MOST_MEASURED = 1 << 53
 """Bytes or seconds that one step can have moved or taken: what a float counts exactly."""
@@ -191,7 +191,7 @@ def _sliced(events: Iterable[Event]) -> Iterator[list[Event]]:
     items = 0
     for event in events:
         few.append(event)
-        items += 1 + (len(event.failed) if isinstance(event, LoadsMoved) else 0)
+        items += 1 + (len(event.failed) if isinstance(event, LoadsLost | LoadsMoved) else 0)
         if items >= ITEMS_PER_SLICE:
             yield few
             few, items = [], 0
@@ -213,7 +213,14 @@ def _events(session: int, report: wire.Report) -> Iterator[Event]:
     for failure in report.failed:
         yield BatchFailed(session, failure.batch, shortened(failure.reason))
     for moved in report.moved:
-        lost = (FailedRange(each.group, each.lo, each.hi, shortened(each.reason)) for each in moved.lost)
-        yield LoadsMoved(session, moved.step, moved.nbytes, tuple(lost))
+        earlier = 0  # so many are told before the end
+        while len(moved.lost) - earlier > ITEMS_PER_SLICE:
+            yield LoadsLost(session, moved.step, _failed(moved.lost[earlier : earlier + ITEMS_PER_SLICE]))
+            earlier += ITEMS_PER_SLICE
+        yield LoadsMoved(session, moved.step, moved.nbytes, _failed(moved.lost[earlier:]), earlier)
     for closed in report.closed:
         yield StepClosed(session, closed.step, closed.ok)
+
+
+def _failed(lost: Iterable[wire.LostBlocks]) -> tuple[FailedRange, ...]:
+    return tuple(FailedRange(each.group, each.lo, each.hi, shortened(each.reason)) for each in lost)
