@@ -90,6 +90,19 @@ def test_an_object_with_more_layers_than_its_group_is_broken_and_nothing_else_is
     assert (failed, begun) == ([(KEYS[0], ObjectStatus.BROKEN)], [[KEYS[1]]])
 
 
+def test_news_of_more_objects_than_were_being_stored_is_refused_before_it_is_read() -> None:
+    """A message of the largest size tells of millions."""
+    offers, peer = Offers(), attachment("p")
+    states = bytes([wire.STORED, wire.OPEN, wire.OPEN])
+    lease = offers.add(peer, KEYS, found(1, 7, states=states), time.monotonic(), 60.0)
+    source: Any = SimpleNamespace(offers=offers)
+    with pytest.raises(ProtocolError, match="news of 3 objects; 2 of it"):
+        PeerSource._progress(source, peer, wire.PeerProgress(7, pack_u32([1, 2, 1]), LAYERS))
+    assert lease.layers == {1: 0, 2: 0}
+    PeerSource._progress(source, peer, wire.PeerProgress(7, pack_u32([1, 2]), LAYERS))
+    assert lease.layers == {1: LAYERS, 2: LAYERS}
+
+
 class World:
     """What peers "a" and "b" are asked and have lent. :ivar told: answers to questions."""
 

@@ -17,6 +17,7 @@ import zmq
 
 from layerflow._version import __version__
 from layerflow.errors import LayerflowError, ProtocolError, RemoteError, SessionUnknown, VersionMismatch
+from layerflow.server.mailboxes import SLICE_S
 from layerflow.system.descriptors import FOR_CLIENTS, has_room
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
@@ -26,9 +27,11 @@ from layerflow.wire.messages import Message
 # A server's connection to the control socket of another one: a ZMQ DEALER read from asyncio's own loop.
 
 
-MAX_WAITING = 1000
-"""Messages that wait to be sent, or to be read, in ZMQ."""
-_READS = 64
+MAX_UNSENT = 1000
+"""Messages that wait in ZMQ to be sent."""
+MAX_UNREAD = 16
+"""Messages that wait in ZMQ to be read, each as large as one may be. Those behind them are not lost: ZMQ does not read
+them from the connection, so that they stay with the peer, which bounds them and hangs up on who reads nothing."""
 DESCRIPTORS = 6
 """Of one connection, with ZMQ's own and the monitor's."""
 
@@ -61,8 +64,8 @@ class Dealer:
         socket = self._socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
-        socket.setsockopt(zmq.SNDHWM, MAX_WAITING)
-        socket.setsockopt(zmq.RCVHWM, MAX_WAITING)
+        socket.setsockopt(zmq.SNDHWM, MAX_UNSENT)
+        socket.setsockopt(zmq.RCVHWM, MAX_UNREAD)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         if keys is not None:
@@ -101,11 +104,10 @@ class Dealer:
             self._loop.call_soon(self._read)
 
     def _read(self) -> None:
-        """ZMQ's descriptors tell of changes only: read until nothing is left, or come back."""
+        """ZMQ's descriptors tell of changes only: read until nothing is left, or come back behind others' turns."""
         self._again = False
-        for _ in range(_READS):
-            if self._closed:
-                return
+        until = time.monotonic() + SLICE_S
+        while not self._closed:
             if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
                 self._on_message(frames[0])
@@ -114,7 +116,9 @@ class Dealer:
                 self._hung_up()
             else:
                 return
-        self._schedule()
+            if time.monotonic() >= until:
+                self._schedule()
+                return
 
 
 FIRST_DELAY_S, LAST_DELAY_S = 0.1, 5.0

@@ -350,9 +350,12 @@ class PeerSource:
             return
         if message.layers < 0:
             raise ProtocolError(f"{message.layers} layers of lease {message.lease} are stored")
-        lease.progressed(
-            unpack_u32(message.positions, len(message.positions) // 4, "positions").tolist(), message.layers
-        )
+        count = len(message.positions) // 4
+        if count > len(lease.layers):
+            raise ProtocolError(
+                f"lease {message.lease} has news of {count} objects; {len(lease.layers)} of it were being stored"
+            )
+        lease.progressed(unpack_u32(message.positions, count, "positions").tolist(), message.layers)
         for number in lease.reading():
             layers = lease.stored_layers(self._incoming.jobs[number].keys)
             if layers >= 0:
