@@ -236,6 +236,60 @@ def test_a_reader_that_leaks_links_loses_those_that_are_idle_longest(exporting: 
         link.close()
 
 
+GREEDY, OTHER = b"greedy--", b"another-"
+"""Two principals, as the names of their readers begin with them."""
+UNKNOWN = b"u" * 16
+
+
+def names(principal: bytes, links: int) -> list[bytes]:
+    """The readers of so many links of one principal, as few as may have them."""
+    return [principal + bytes([number // MAX_LINKS_OF_READER]) * 8 for number in range(links)]
+
+
+def test_who_has_all_links_makes_room_for_another_key_though_all_of_them_are_read(
+    exporting: Exporting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StreamLender, "most", 12)
+    monkeypatch.setattr(exporter, "LEND_S", 600.0)
+    greedy = [exporting.connect(name) for name in names(GREEDY, 12)]
+    for link in greedy:
+        ask(link, (0, HEADER_BYTES, 100), token=UNKNOWN)  # which may be lent yet: each request waits
+    assert eventually(lambda: [link.busy for link in exporting.links._links] == [True] * 12)
+    with exporting.connect(names(OTHER, 1)[0]) as other:
+        ask(other, (0, HEADER_BYTES, 100))
+        assert answer(other) == (READ, exporting.payload[:100], READ)
+        refused(greedy[0])
+        with exporting.connect(names(GREEDY, 12)[-1]) as one_more:
+            refused(one_more)  # it has most, and all of its own are read
+        ask(other, (0, HEADER_BYTES, 100))
+        assert answer(other)[0] == READ
+        nbytes = pack_u64([HEADER_BYTES + PAYLOAD])
+        place = pack_u64([OFFSET]), nbytes, pack_u32([4]), nbytes
+        exporting.grants.lend(Lend(8, UNKNOWN, pack_u32([0]), KEY, *place, LEASE_KEY))
+        assert [answer(link)[0] for link in greedy[1:]] == [READ] * 11, "what is read is not hung up on for its own key"
+    for link in greedy:
+        link.close()
+
+
+def test_who_has_most_links_loses_its_own_and_no_idle_one_of_another_key(
+    exporting: Exporting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StreamLender, "most", 4)
+    with exporting.connect(names(OTHER, 1)[0]) as other:
+        assert eventually(lambda: exporting.open_links() == 1)
+        greedy = list[socket.socket]()
+        for open_links in (2, 3, 4):
+            greedy.append(exporting.connect(names(GREEDY, 1)[0]))
+            assert eventually(lambda wanted=open_links: exporting.open_links() == wanted)
+        greedy.append(exporting.connect(names(GREEDY, 1)[0]))
+        refused(greedy[0])
+        for link in (other, *greedy[1:]):
+            ask(link, (0, HEADER_BYTES, 100))
+            assert answer(link)[0] == READ
+    for link in greedy:
+        link.close()
+
+
 def test_a_link_that_asks_for_nothing_is_hung_up_on(exporting: Exporting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exporter, "IDLE_S", 0.05)
     with exporting.connect() as link:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 import pytest
+from e2e.known import eventually
 
 from layerflow.hosts.backend import ObjectLocation, ObjectStatus
 from layerflow.hosts.peer import windowed
@@ -255,17 +256,17 @@ def test_a_window_of_another_exporter_or_an_earlier_turn_does_not_count(both: Bo
     again.close()
 
 
-def test_sections_come_back_and_one_more_reader_than_there_are_is_refused(both: Both) -> None:
+def test_sections_come_back_and_one_more_reader_than_there_are_has_that_of_the_longest_idle(
+    both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(windowed, "FREE_S", 60.0)
     held = [both.connect(bytes([number]) * 16) for number in range(SECTIONS)]
-    with pytest.raises(LinkFailed):
-        both.connect()
+    assert not any(link.closed for link in held)
+    held.append(both.connect())
+    assert [at for at, link in enumerate(held) if link.closed] == [0]
     held.pop().close()
-    until = time.monotonic() + 10
-    while True:
-        try:
-            held.append(both.connect())
-            break
-        except LinkFailed:
-            assert time.monotonic() < until
+    assert eventually(lambda: len(both.lender._free) == 1)
+    held.append(both.connect())
+    assert [at for at, link in enumerate(held) if link.closed] == [0]
     for link in held:
         link.close()

@@ -24,6 +24,7 @@ from layerflow.wire import codec
 from layerflow.wire import messages as wire
 from layerflow.wire.host_messages import Lend
 from layerflow.wire.packing import unpack_u32, unpack_u64
+from layerflow.wire.peer_link import PRINCIPAL_BYTES
 from server.raw import RawClient, RawReader
 from server.support import Embed, worker_on
 
@@ -326,6 +327,16 @@ def test_a_lease_ends_at_its_time_unless_it_is_renewed(embed: Embed, reader_of: 
     while (beat := reader.hear(wire.PeerBeat)).sent != 2.0:
         pass
     assert not beat.renew, "what is over is not renewed"
+
+
+def test_a_readers_name_on_the_link_tells_its_exporter_whose_it_is(embed: Embed, reader_of: Readers) -> None:
+    server = embed(peers__serve=True)
+    for name, pid in (("one", 1), ("two", 1), ("three", 2)):
+        reader_of(server, name, pid)
+    names = server.call(lambda: [reader.link_name for reader in server.server.sessions.readers()])
+    assert len(set(names)) == 3
+    one, two, three = (name[:PRINCIPAL_BYTES] for name in names)
+    assert one == two != three
 
 
 def test_a_lease_of_another_reader_is_not_released_or_renewed(embed: Embed, reader_of: Readers) -> None:

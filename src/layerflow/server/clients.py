@@ -27,7 +27,7 @@ from layerflow.system.numbers import ascending
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import Message
-from layerflow.wire.peer_link import READER_BYTES
+from layerflow.wire.peer_link import reader_name_of
 from layerflow.wire.rights import HERE, Rights
 
 # Who is attached, by the address on the control socket, and what each may do.
@@ -138,7 +138,10 @@ class Reader(BaseSession):
     leases: set[int] = field(default_factory=set)
     lookups: int = 0
     version: str = ""
-    link_name: bytes = field(default_factory=lambda: secrets.token_bytes(READER_BYTES))
+    link_name: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.link_name = reader_name_of(self.principal)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -17,6 +17,7 @@ the library brings along: it was this exporter's window, filled for this request
 from __future__ import annotations
 
 import hashlib
+import secrets
 import struct
 
 import msgspec
@@ -27,6 +28,8 @@ LINK_VERSION = 2
 LINK_MAGIC, REQUEST_MAGIC = b"LFPL", b"LFPR"
 READER_BYTES, NONCE_BYTES, PROOF_BYTES, LINK_KEY_BYTES = 16, 16, 32, 32
 """Of a reader's name on the link, of a nonce and of a proof in the greeting, and of the keys of readers and leases."""
+PRINCIPAL_BYTES = 8
+"""With which a reader's name begins: the same in the names of all readers of one principal, and in no others."""
 HELLO = struct.Struct(f"<4sHH{READER_BYTES}s{NONCE_BYTES}s")
 """Magic, version, 0, the reader's name, the importer's nonce."""
 CHALLENGE = struct.Struct(f"<4sHH{NONCE_BYTES}s{PROOF_BYTES}s")
@@ -113,6 +116,12 @@ def check_version(magic: bytes, version: int) -> None:
             f"the other end of the link speaks {magic!r} version {version}, not {LINK_MAGIC!r} version {LINK_VERSION}; "
             "run the same layerflow version on both"
         )
+
+
+def reader_name_of(principal: str) -> bytes:
+    """A name for a new reader of this principal, by which its exporter counts links; the principal it does not tell."""
+    whose = hashlib.blake2b(principal.encode(), digest_size=PRINCIPAL_BYTES, person=b"layerflow-reader").digest()
+    return whose + secrets.token_bytes(READER_BYTES - PRINCIPAL_BYTES)
 
 
 def reader_key_of(exporter_key: bytes, reader: bytes) -> bytes:

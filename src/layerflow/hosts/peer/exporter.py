@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +52,7 @@ from layerflow.wire.peer_link import (
     ITEM,
     MAX_LINK_ITEMS,
     NOT_YET,
+    PRINCIPAL_BYTES,
     READ,
     REQUEST,
     REQUEST_MAGIC,
@@ -59,11 +61,12 @@ from layerflow.wire.peer_link import (
 # The exporter's end of links: connections of readers, one thread each; what the bytes go over is the lender's.
 #
 # A connection counts among the links once it has shown that it is a reader's. Until then it has a few seconds, and it
-# is hung up on where too many others come after it: whoever can reach the port keeps no reader out.
+# is hung up on where too many others come after it: whoever can reach the port keeps no reader out. Nor does a reader,
+# or a key with many: where all links are taken, whoever has most makes room for who has fewer.
 
 
-MAX_LINKS, MAX_LINKS_OF_READER = 256, 8
-"""Links at once, and of one reader: past either the one that was idle longest is hung up on."""
+MAX_LINKS_OF_READER = 8
+"""Past it the reader's link that was idle longest is hung up on."""
 MAX_GREETING = 64
 """Connections that have not shown yet whose they are: past this the first of them is hung up on."""
 GREETING_S = 3.0
@@ -85,7 +88,7 @@ log = structlog.get_logger("layerflow.hosts.peer.exporter")
 class _Link:
     """One connection.
 
-    :param reader: whose it is; empty = it has not shown that yet.
+    :param reader: whose it is, by name; empty = it has not shown that yet.
     :param idle_since: monotonic seconds; infinite while a request is answered.
     """
 
@@ -93,6 +96,16 @@ class _Link:
     address: str
     reader: bytes = b""
     idle_since: float = field(default_factory=time.monotonic)
+
+    @property
+    def principal(self) -> bytes:
+        """Whose it is, with all the others of the same key."""
+        return self.reader[:PRINCIPAL_BYTES]
+
+    @property
+    def busy(self) -> bool:
+        """Is a request being answered?"""
+        return self.idle_since == math.inf
 
     def hang_up(self) -> None:
         """Hang up; the connection's thread, which may wait for the other end, sees to the rest."""
@@ -126,7 +139,7 @@ class Links:
         self._listener = socket.create_server(address, backlog=BACKLOG)
         self.port = int(self._listener.getsockname()[1])
         self._greeting: ExpiringSet[_Link] = ExpiringSet(MAX_GREETING)
-        self._links: set[_Link] = set()
+        self._links: dict[_Link, None] = {}  # in the order in which they came
         self._lock = threading.Lock()
         self._read_bytes = self._read_objects = self._refused = self._failed_accepts = 0
 
@@ -194,7 +207,7 @@ class Links:
         finally:
             with self._lock:
                 self._greeting.discard(link)
-                self._links.discard(link)
+                self._links.pop(link, None)
             with contextlib.suppress(OSError):
                 connection.close()
 
@@ -206,17 +219,34 @@ class Links:
         with self._lock:
             if not self._greeting.discard(link):
                 raise LinkClosed("it took too long to greet")
-            own = [other for other in self._links if other.reader == reader]
-            crowd = own if len(own) >= MAX_LINKS_OF_READER else self._links if len(self._links) >= MAX_LINKS else ()
-            idle = min(crowd, key=lambda other: other.idle_since, default=None)
-            if idle is not None and idle.idle_since > time.monotonic():
-                raise LinkFailed(f"{len(crowd)} links are open, and all of them are read")
-            if idle is not None:
-                self._links.discard(idle)
             link.reader, link.idle_since = reader, time.monotonic()
-            self._links.add(link)
-        if idle is not None:
-            idle.hang_up()
+            gone = self._first_to_go(link)
+            if gone is not None:
+                del self._links[gone]
+            self._links[link] = None
+        if gone is not None:
+            gone.hang_up()
+
+    def _first_to_go(self, comer: _Link) -> _Link | None:
+        """Which link makes room for one more; None = there is room.
+
+        Past what one reader may have it is one of its own. Where all are taken it is one of the principal that has
+        most, the new one counted: that which was idle longest, or if it has more than the comer's, one that is read.
+
+        :raises LinkFailed: all that might are read.
+        """
+        crowd = [link for link in self._links if link.reader == comer.reader]
+        counts = Counter(link.principal for link in (*self._links, comer))
+        if len(crowd) < MAX_LINKS_OF_READER:
+            if len(self._links) < self._lender.most:
+                return None
+            most = max(counts.values())
+            fullest = [link for link in self._links if counts[link.principal] == most]
+            crowd = [link for link in fullest if link.principal == comer.principal] or fullest
+        gone = min(crowd, key=lambda link: link.idle_since)
+        if gone.busy and counts[gone.principal] <= counts[comer.principal]:
+            raise LinkFailed(f"{len(crowd)} links are open that could make room for one more, and all of them are read")
+        return gone
 
     def _refuse(self, reader: str, why: str) -> None:
         with self._lock:

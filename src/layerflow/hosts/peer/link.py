@@ -88,8 +88,17 @@ class LentLink(abc.ABC):
         """The connection has ended."""
 
 
+MAX_LINKS = 256
+"""Connections to one exporter at once."""
+
+
 class Lender(abc.ABC):
-    """The exporter's end of a kind of link, for all connections."""
+    """The exporter's end of a kind of link, for all connections.
+
+    :cvar most: of them at once.
+    """
+
+    most = MAX_LINKS
 
     @abc.abstractmethod
     def open(self, incarnation: bytes) -> LentLink:

@@ -134,6 +134,9 @@ TURNS = 4
 """Of one reader: one is read while the next ones are filled."""
 SECTIONS = 64
 """Readers at once."""
+FREE_S = 1.5
+"""How long a new reader waits for the section of one that was hung up on: longer than that one's request may wait
+(``LEND_S``), shorter than the new one's patience (``STALL_S``)."""
 SERVE_S = 3.0
 """For so long after it was last heard of a reader may be reading, in seconds."""
 RESTART_S = 0.1
@@ -148,6 +151,8 @@ class WindowLender(Lender):
     :param plane: of that window; made here.
     """
 
+    most = SECTIONS
+
     def __init__(self, arena: SharedMemory, host: str, plane: type[TransferLibrary]) -> None:
         self.arena = arena
         self.window = Window(SECTIONS * TURNS * TURN_BYTES)
@@ -161,7 +166,7 @@ class WindowLender(Lender):
 
     def open(self, incarnation: bytes) -> LentLink:
         with self._lock:
-            if not self._free:
+            if not self._lock.wait_for(lambda: self._free, FREE_S):
                 raise LinkFailed(f"{SECTIONS} readers have all of the window")
             return _Section(self, self._free.pop(), incarnation)
 
@@ -169,6 +174,7 @@ class WindowLender(Lender):
         """Free a section whose reader has gone."""
         with self._lock:
             self._free.append(section)
+            self._lock.notify_all()
 
     def busy(self) -> None:
         """Somebody may read from now on."""
