@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator
 from enum import IntEnum
 from typing import Any
@@ -31,7 +33,9 @@ SLOWEST_BODY = 16 << 10
 HEAD_GRACE_S = 1.0
 """A head that takes longer makes room for a new connection, in seconds: over a bad link, too, decent ones take less."""
 BODY_GRACE_S = 3.0
-"""So does a body that is further behind :data:`SLOWEST_BODY`, in seconds."""
+"""So does a body that is further behind :data:`SLOWEST_BODY`, in seconds. A connection has them for all its requests:
+what one takes of them, those after it lack until one comes faster."""
+_IPV6_NETWORK_BYTES = 8
 
 
 class UvicornServer(uvicorn.Server):
@@ -39,10 +43,12 @@ class UvicornServer(uvicorn.Server):
 
     :param backlog: connections that wait to be accepted.
     :param accepting: called once requests are accepted.
-    :param most: connections at once. One more takes another's place, the longest one's of the first kind that there is:
-        without a request; with a head that has not come for longer than a decent one takes; with a body slower than
-        :data:`SLOWEST_BODY`; with a head that may be coming. Else it is closed itself: requests that are whole, or come
-        as a decent client's do, are ended for nobody.
+    :param most: connections at once. One more takes another's place, one's of the first kind that there is: without a
+        request; with a head that has not come for longer than a decent one takes; with a body slower than
+        :data:`SLOWEST_BODY`; with a head that may be coming, or any body of an origin (see :func:`origin_of`) with more
+        connections than the new one's. Of these it is the origin's with most, and of its own the longest one's. Else
+        it is closed itself: requests that are whole are ended for nobody, and those that come as a decent client's do
+        only for an origin with fewer connections.
     """
 
     def __init__(
@@ -118,6 +124,22 @@ def _refused(host: str, port: int, error: OSError, advice: str) -> ConfigError:
     return ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; {advice}")
 
 
+def origin_of(client: tuple[str, int] | None) -> bytes:
+    """Whose connections are counted together: those of an IPv4 address, or of an IPv6 network of 64 bits.
+
+    Whoever has one address of such a network has all of them.
+
+    :param client: its address and port; None = it has none, as over a Unix socket.
+    """
+    if client is None:
+        return b""
+    address = ipaddress.ip_address(client[0])
+    if address.version == 4:
+        return address.packed
+    mapped = address.ipv4_mapped  # where one socket listens for both
+    return address.packed[:_IPV6_NETWORK_BYTES] if mapped is None else mapped.packed
+
+
 class _Claim(IntEnum):
     """A connection's to its place, the weakest first."""
 
@@ -125,7 +147,8 @@ class _Claim(IntEnum):
     SLOW_HEAD = 1
     SLOW_BODY = 2
     NEW = 3
-    REQUEST = 4
+    BODY = 4
+    WHOLE = 5
 
 
 def _bounded(most: int) -> type[asyncio.Protocol]:
@@ -137,59 +160,86 @@ def _bounded(most: int) -> type[asyncio.Protocol]:
             super().__init__(*args, **more)
             self._head_timer: asyncio.TimerHandle | None = None
             self._since = 0.0  #: without a request, with a head that is coming, or with a body that is
-            self._body_bytes = 0  #: of the request that is coming
+            self._grace_s = BODY_GRACE_S  #: of the connection, that its bodies may be behind
+            self._late_at = 0.0  #: the body that is coming, unless more of it comes
+            self._origin = b""
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            self._origin = origin_of(self.client)
             self._await_head()
             if len(self.connections) > most:
-                others: set[Any] = self.connections
-                ended = min(others, key=lambda one: (one.claim, one._since))
+                ended = self._first_to_go()
                 self.connections.discard(ended)  # no next one takes its place again before it is lost
                 ended.transport.abort()
             elif not leaves(transport.get_extra_info("socket").fileno(), FOR_HTTP):
                 transport.abort()
 
+        def _first_to_go(self) -> Any:
+            """Whose place this new one takes; itself, where there is nobody's. See :class:`UvicornServer`."""
+            others: set[Any] = self.connections
+            counts = Counter(one._origin for one in others)
+            own, now = counts[self._origin], self.loop.time()
+
+            def rank(one: Any) -> tuple[_Claim, int, _Claim, float]:
+                claim, count = one._claim(now), counts[one._origin]
+                gives_way = claim is _Claim.BODY and count > own
+                return _Claim.NEW if gives_way else claim, -count, claim, one._since
+
+            return min(others, key=rank)
+
         @property
-        def busy(self) -> bool:
+        def _busy(self) -> bool:
             """Has a request's head come, and is it neither answered nor given up with bytes that nobody takes?"""
             return self.cycle is not None and not (self.cycle.response_complete or self.transport.is_closing())
 
-        @property
-        def asked(self) -> bool:
-            """Is a request coming, or here? So is a first one that has not begun."""
-            return self.busy or self._head_timer is not None
-
-        @property
-        def claim(self) -> _Claim:
+        def _claim(self, now: float) -> _Claim:
             """How good its claim is to its place. A new connection's is weaker than that of a decent request."""
-            lasted = self.loop.time() - self._since
-            if self.busy:
-                slow = self.cycle.more_body and lasted > BODY_GRACE_S + self._body_bytes / SLOWEST_BODY
-                return _Claim.SLOW_BODY if slow else _Claim.REQUEST
-            if not self.asked:
+            if self._busy:
+                if not self.cycle.more_body:
+                    return _Claim.WHOLE
+                return _Claim.SLOW_BODY if now > self._late_at else _Claim.BODY
+            if self._head_timer is None:  # nor is the first one awaited
                 return _Claim.IDLE
-            return _Claim.SLOW_HEAD if lasted > HEAD_GRACE_S else _Claim.NEW
+            return _Claim.SLOW_HEAD if now > self._since + HEAD_GRACE_S else _Claim.NEW
 
         def data_received(self, data: bytes) -> None:
-            if not self.asked:
+            body_came = self._busy and self.cycle.more_body
+            if not self._busy and self._head_timer is None:
                 self._await_head()
             super().data_received(data)
-            if not self.busy:
+            if not self._busy:
                 return
-            if self._head_timer is None:
-                self._body_bytes += len(data)
-            else:
+            if self._head_timer is not None:
                 self._stop_timer()
-                self._since, self._body_bytes = self.loop.time(), len(self.cycle.body)
+                self._begin_body()
+            elif body_came:
+                self._late_at += len(data) / SLOWEST_BODY
+                if not self.cycle.more_body:
+                    self._end_body()
 
         def on_response_complete(self) -> None:
-            self._since, self._body_bytes = self.loop.time(), 0
+            if self.cycle.more_body:
+                self._end_body()
+            self._since = self.loop.time()
             super().on_response_complete()
+            if self._busy:  # with a request that had come behind the one that is answered
+                self._begin_body()
 
         def _await_head(self) -> None:
             self._since = self.loop.time()
             self._head_timer = self.loop.call_later(HEAD_S, self.transport.abort)
+
+        def _begin_body(self) -> None:
+            """A request's head has come, and maybe all of it."""
+            self._since = self.loop.time()
+            self._late_at = self._since + self._grace_s + len(self.cycle.body) / SLOWEST_BODY
+            if not self.cycle.more_body:
+                self._end_body()
+
+        def _end_body(self) -> None:
+            # A fast one gives back what slow ones took, and no more: the next may not drip for as long as it saved.
+            self._grace_s = min(max(self._late_at - self.loop.time(), 0.0), BODY_GRACE_S)
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_timer()

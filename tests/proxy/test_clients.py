@@ -162,6 +162,28 @@ async def test_bodies_that_drip_take_no_connection_from_others(monkeypatch):
                 await dripping[0].receive()
 
 
+async def test_one_address_takes_no_other_its_place_however_often_it_begins(monkeypatch):
+    """Each of its connections renews its body before that is late."""
+    monkeypatch.setattr(serve, "_most_connections", lambda: 4)
+    monkeypatch.setattr(http_server, "BODY_GRACE_S", 600.0)
+    with StubEngine() as prefiller, StubEngine() as decoder:
+        async with proxied(prefiller, decoder) as scene, contextlib.AsyncExitStack() as open_ones:
+            host, port = scene.url.removeprefix("http://").split(":")
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n".encode()
+            crowd = []
+            for count in range(1, 5):
+                crowd.append(await open_ones.enter_async_context(await anyio.connect_tcp(host, int(port))))
+                await crowd[-1].send(head + b"{")
+                while count < 4 and await scene.metric("layerflow_proxy_request_bytes") != count:
+                    pass
+            elsewhere = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
+            async with httpx.AsyncClient(transport=elsewhere, trust_env=False, timeout=20) as client:
+                answer = await client.post(scene.url + COMPLETIONS, json={"prompt": "a", "max_tokens": 1})
+            assert answer.status_code == 200
+            with pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
+                await crowd[0].receive()
+
+
 async def test_while_bodies_of_open_requests_take_all_the_room_others_are_told():
     with StubEngine() as prefiller, StubEngine(Behaviour(first_s=60)) as decoder:
         async with proxied(prefiller, decoder, max_requests_bytes=3000) as scene, anyio.create_task_group() as tasks:

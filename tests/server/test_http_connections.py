@@ -15,11 +15,14 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from layerflow import http_server
-from layerflow.http_server import UvicornServer, listen
+from layerflow.http_server import SLOWEST_BODY, UvicornServer, listen, origin_of
 
 PATIENCE_S = 20.0
+GRACE_S = 60.0
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 BEGUN = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nb"
+HEAD = BEGUN[:-1]
+HERE, THERE, ELSEWHERE = "127.0.0.1", "127.0.0.2", "127.0.0.3"
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -52,8 +55,9 @@ class World:
             2,
         )
 
-    async def connect(self, said: bytes = b"") -> Connection:
-        reader, writer = await asyncio.open_connection(*self.listener.getsockname()[:2])
+    async def connect(self, said: bytes = b"", at: str = HERE) -> Connection:
+        """:param at: the client's address."""
+        reader, writer = await asyncio.open_connection(*self.listener.getsockname()[:2], local_addr=(at, 0))
         writer.write(said)
         await writer.drain()
         return reader, writer
@@ -63,6 +67,12 @@ class World:
 def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every body that has not come yet is late."""
     monkeypatch.setattr(http_server, "BODY_GRACE_S", -1.0)
+
+
+@pytest.fixture
+def long_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No body is late."""
+    monkeypatch.setattr(http_server, "BODY_GRACE_S", GRACE_S)
 
 
 @pytest.fixture
@@ -93,6 +103,12 @@ async def answered(connection: Connection) -> bool:
         assert await reader.readexactly(3) == b"yes"
     writer.close()
     return head.startswith(b"HTTP/1.1 200")
+
+
+async def one_answer(reader: asyncio.StreamReader) -> None:
+    """Of several."""
+    async with asyncio.timeout(PATIENCE_S):
+        await reader.readuntil(b"yes")
 
 
 async def until(world: World, asked: int) -> None:
@@ -186,6 +202,157 @@ async def test_a_body_that_has_just_begun_is_not_late(world: World, monkeypatch:
     for reader, writer in begun:
         writer.write(b"b" * 999)
         assert await answered((reader, writer))
+
+
+def passes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """So much time, on the server's clock."""
+    loop = asyncio.get_running_loop()
+    clock = loop.time
+    monkeypatch.setattr(loop, "time", lambda: clock() + seconds)
+
+
+async def takes_all_its_grace(world: World, monkeypatch: pytest.MonkeyPatch) -> Connection:
+    """A client whose first body has come late, and whose second one is to come."""
+    reader, writer = slow = await world.connect(HEAD.replace(b"1000", b"1"))
+    await until(world, 1)
+    passes(monkeypatch, GRACE_S + 1)
+    writer.write(b"b" + HEAD)
+    world.may_answer.set()
+    await one_answer(reader)
+    await until(world, 2)
+    world.may_answer.clear()
+    return slow
+
+
+@pytest.mark.usefixtures("long_grace")
+async def test_a_connection_whose_bodies_drip_has_its_grace_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = await takes_all_its_grace(world, monkeypatch)
+    decent = await world.connect(HEAD)
+    await until(world, 3)
+    newest = await world.connect(GET)
+    assert await closed(slow)
+    await until(world, 4)
+    decent[1].write(b"b" * 1000)
+    world.may_answer.set()
+    assert await answered(decent)
+    assert await answered(newest)
+
+
+@pytest.mark.usefixtures("long_grace")
+async def test_a_body_that_comes_faster_gives_a_connection_its_grace_back(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = mended = await takes_all_its_grace(world, monkeypatch)
+    nbytes = int(GRACE_S / 2) * SLOWEST_BODY
+    large = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % nbytes + bytes(nbytes)
+    writer.write(b"b" * 1000 + large + HEAD)
+    world.may_answer.set()
+    for _ in range(2):
+        await one_answer(reader)
+    await until(world, 4)
+    world.may_answer.clear()
+    busy = await world.connect(GET)
+    await until(world, 5)
+    assert await closed(await world.connect(GET)), "the body may be late again"
+    writer.write(b"b" * 1000)
+    world.may_answer.set()
+    assert await answered(mended)
+    assert await answered(busy)
+
+
+@pytest.mark.usefixtures("long_grace")
+async def test_a_fast_body_lets_no_later_one_drip_for_longer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbytes = int(GRACE_S) * SLOWEST_BODY
+    large = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % nbytes + bytes(nbytes)
+    world.may_answer.set()
+    reader, _ = slow = await world.connect(large + HEAD)
+    await one_answer(reader)
+    await until(world, 2)
+    passes(monkeypatch, GRACE_S + 1)
+    decent = await world.connect(HEAD)
+    await until(world, 3)
+    newest = await world.connect(GET)
+    assert await closed(slow)
+    assert await answered(newest)
+    decent[1].write(b"b" * 1000)
+    assert await answered(decent)
+
+
+@pytest.mark.usefixtures("long_grace")
+async def test_an_address_with_most_connections_makes_room_for_one_with_fewer(world: World) -> None:
+    crowd = [await world.connect(BEGUN, THERE) for _ in range(2)]
+    await until(world, 2)
+    few = await world.connect(HEAD)
+    assert await closed(crowd[0]), "the older one"
+    await until(world, 3)
+    for at in (HERE, THERE, ELSEWHERE):
+        assert await closed(await world.connect(HEAD, at)), "no address has more than its own"
+    world.may_answer.set()
+    few[1].write(b"b" * 1000)
+    assert await answered(few)
+    crowd[1][1].write(b"b" * 999)
+    assert await answered(crowd[1])
+
+
+async def test_whole_requests_make_room_for_nobody(world: World) -> None:
+    crowd = [await world.connect(GET, THERE) for _ in range(2)]
+    await until(world, 2)
+    assert await closed(await world.connect(GET))
+    world.may_answer.set()
+    for one in crowd:
+        assert await answered(one)
+
+
+@pytest.mark.usefixtures("long_grace")
+@pytest.mark.parametrize("at", [HERE, THERE])
+async def test_a_head_that_may_be_coming_makes_room_before_a_body_of_the_same_address(
+    world: World, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    monkeypatch.setattr(http_server, "HEAD_GRACE_S", GRACE_S)
+    coming = await world.connect(BEGUN, THERE)
+    await until(world, 1)
+    silent = await world.connect(b"", THERE)
+    newest = await world.connect(GET, at)
+    assert await closed(silent)
+    await until(world, 2)
+    world.may_answer.set()
+    coming[1].write(b"b" * 999)
+    assert await answered(coming)
+    assert await answered(newest)
+
+
+@pytest.mark.usefixtures("long_grace")
+async def test_a_crowd_s_next_connections_take_no_other_address_s_place(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "HEAD_GRACE_S", GRACE_S)
+    world.may_answer.set()
+    crowd = [await world.connect(BEGUN, THERE)]
+    await until(world, 1)
+    few = await world.connect()
+    for _ in range(3):
+        assert await closed(await world.connect(GET, THERE)), "the other's head may be coming"
+    few[1].write(GET)
+    assert await answered(few)
+    crowd[0][1].write(b"b" * 999)
+    assert await answered(crowd[0])
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "alike"),
+    [
+        ("10.0.0.1", "10.0.0.1", True),
+        ("10.0.0.1", "10.0.0.2", False),
+        ("2001:db8::1", "2001:db8::2:0:0:1", True),
+        ("2001:db8::1", "2001:db8:0:1::1", False),
+        ("fe80::1%eth0", "fe80::2%eth0", True),
+        ("::ffff:10.0.0.1", "10.0.0.1", True),
+        ("::ffff:10.0.0.1", "::ffff:10.0.0.2", False),
+    ],
+)
+def test_connections_of_one_ipv4_address_or_ipv6_network_count_together(one: str, other: str, alike: bool) -> None:
+    assert (origin_of((one, 1)) == origin_of((other, 2))) is alike
+    assert origin_of(None) != origin_of((one, 1))
 
 
 @pytest.mark.parametrize("head_grace_s", [-1.0, 600.0])
