@@ -18,7 +18,16 @@ from layerflow.proxy.exchange import Exchange
 from layerflow.proxy.instances import Instance, InstanceRole, sleep_on_time
 from layerflow.proxy.legs import passed_on, post
 from layerflow.proxy.metaserver import Metaserver
-from layerflow.proxy.request import CHAT, COMPLETIONS, MOST_NAMES, Body, parse_body, prompts_in, read_request
+from layerflow.proxy.request import (
+    CHAT,
+    COMPLETIONS,
+    MOST_HEADERS,
+    MOST_NAMES,
+    Body,
+    parse_body,
+    prompts_in,
+    read_request,
+)
 from layerflow_testing.stub_engine import Behaviour, StubEngine
 
 from .raw_engine import RawEngine, raw_answer
@@ -203,6 +212,29 @@ def test_large_extra_arguments_are_not_built():
         with pytest.raises(ProxyError, match="vllm_xargs") as caught:
             parse_body(b'{"vllm_xargs":' + extra.replace(b"xx", steering, 1) + b"}")
         assert caught.value.status == 400
+
+
+async def test_a_request_of_too_many_headers_is_sent_to_no_engine():
+    """Each engine would get them, with each prompt of a list."""
+    with StubEngine() as prefiller, StubEngine() as decoder:
+        async with proxied(prefiller, decoder) as scene:
+            for more, status in ((-20, 200), (0, 400)):
+                headers = [(f"x-{number}", "y") for number in range(MOST_HEADERS + more)]
+                answer = await scene.client.post(
+                    COMPLETIONS, json={"prompt": ["a", "b"], "max_tokens": 1}, headers=headers
+                )
+                assert answer.status_code == status, answer.text
+            assert f"more than {MOST_HEADERS} headers" in answer.json()["error"]["message"]
+            assert len(decoder.seen) == 2, "the first one's prompts"
+
+
+def test_headers_stand_beside_a_long_list_of_prompts():
+    raw = b'{"prompt":[' + b",".join([b'"a"'] * 1000) + b"]}"
+    few, many = ([(b"x", b"y" * size)] for size in (200_000, 300_000))
+    assert len(read_request(COMPLETIONS, few, raw, "id", 1000).prompts) == 1000
+    with pytest.raises(ProxyError, match="beside its 1000 prompts") as caught:
+        read_request(COMPLETIONS, many, raw, "id", 1000)
+    assert caught.value.status == 400
 
 
 def test_what_stands_beside_a_long_list_of_prompts_is_bounded():

@@ -29,6 +29,8 @@ _LENIENT_BYTES = 1 << 20
 _FIELD_BYTES = 1024  # of a flag or number
 MOST_NAMES = 1024
 """Of one request: vLLM's have below 100. Each is built, and written again for each engine and each prompt of a list."""
+MOST_HEADERS = 256
+"""Of one request: servers in front of this one take about 100. Each engine gets them, with each prompt of a list."""
 _COUNTED_BYTES = 1 << 16
 """Shorter bodies have too few names to matter until they are built."""
 _STEERING = "kv_transfer_params"
@@ -266,14 +268,16 @@ def request_id_of(headers: Headers) -> str:
 
 
 def read_request(path: str, headers: Headers, raw: bytes, request_id: str, max_prompts: int) -> ClientRequest:
-    """:raises ProxyError: 400, it is no JSON object, has too many prompts, or too much beside them."""
+    """:raises ProxyError: 400, it is no JSON object, has too many headers or prompts, or too much beside these."""
+    if len(headers) > MOST_HEADERS:
+        raise ProxyError(f"the request has more than {MOST_HEADERS} headers", 400)
     body = parse_body(raw)
     prompts = prompts_in(body.raw("prompt"), max_prompts) if path == COMPLETIONS else []
-    beside = len(raw) - len(body.raw("prompt"))
+    beside = len(raw) - len(body.raw("prompt")) + sum(len(name) + len(value) for name, value in headers)
     if len(prompts) * beside > _BESIDE_BYTES:
         raise ProxyError(
-            f"the request has {beside} bytes beside its {len(prompts)} prompts, and is sent once for each: more than "
-            f"{_BESIDE_BYTES} bytes in all; send several requests",
+            f"the request has {beside} bytes beside its {len(prompts)} prompts, headers among them, and is sent once "
+            f"for each: more than {_BESIDE_BYTES} bytes in all; send several requests",
             400,
         )
     return ClientRequest(path, body, headers, request_id, prompts)
