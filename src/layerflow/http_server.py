@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from enum import IntEnum
 from typing import Any
 
+import h11
 import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -225,6 +226,15 @@ def _bounded(most: int) -> type[asyncio.Protocol]:
             super().on_response_complete()
             if self._busy:  # with a request that had come behind the one that is answered
                 self._begin_body()
+
+        def send_400_response(self, msg: str) -> None:
+            # What is no HTTP may come behind a request that is being answered, or has been. h11 takes one answer.
+            if self.cycle is not None:
+                self.cycle.disconnected = True
+            if self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
+                super().send_400_response(msg)
+            else:
+                self.transport.close()
 
         def _await_head(self) -> None:
             self._since = self.loop.time()

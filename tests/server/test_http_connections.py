@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 
 import pytest
@@ -47,9 +48,17 @@ class World:
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await send({"type": "http.response.body", "body": bytes(64 << 20), "more_body": True})
 
+        async def begin(scope: Scope, receive: Receive, send: Send) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"y", "more_body": True})
+            await self.may_answer.wait()
+            await send({"type": "http.response.body", "body": b"es"})
+
         self.listener = listen("127.0.0.1", 0, 8, "")
         self.server = UvicornServer(
-            Starlette(routes=[Route("/", answer, methods=["GET", "POST"]), Mount("/part", break_off)]),
+            Starlette(
+                routes=[Route("/", answer, methods=["GET", "POST"]), Mount("/part", break_off), Mount("/begun", begin)]
+            ),
             8,
             lambda: None,
             2,
@@ -414,6 +423,27 @@ async def test_many_at_once_take_a_place_each(world: World) -> None:
     for one in decent:
         assert await answered(one)
     assert len(world.server.server_state.connections) <= 2
+
+
+@pytest.mark.parametrize(("path", "early"), [(b"/nowhere", True), (b"/nowhere", False), (b"/begun/", False)])
+async def test_a_body_that_is_no_http_is_one_line_of_the_log(
+    world: World, caplog: pytest.LogCaptureFixture, path: bytes, early: bool
+) -> None:
+    """Whether its request is still to be answered by then, has been, or is being answered."""
+    said = b"POST " + path + b" HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    reader, writer = await world.connect(said + b"no number\r\n" * early)
+    async with asyncio.timeout(PATIENCE_S):
+        with contextlib.suppress(ConnectionError):
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert early == head.startswith(b"HTTP/1.1 400")
+            writer.write(b"no number\r\n")
+            await reader.read()
+    writer.close()
+    world.may_answer.set()
+    assert await answered(await world.connect(GET))
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == [
+        "Invalid HTTP request received."
+    ]
 
 
 @pytest.mark.parametrize(
