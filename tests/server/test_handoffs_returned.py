@@ -16,6 +16,7 @@ from layerflow.server.handlers.following import view_of_handoff
 from layerflow.server.handoffs import registry
 from layerflow.server.handoffs.handoff import OBJECTS_PER_SLICE, HandoffRecord, HandoffStatus
 from layerflow.server.handoffs.registry import Handoffs
+from layerflow.server.mailboxes import Slices
 from layerflow.system.memfd import SharedMemory
 from layerflow.wire.messages import MAX_REASON
 
@@ -27,18 +28,19 @@ class Prompt:
 
     tokens = 16 * COUNT
 
-    def __init__(self) -> None:
-        keys = [os.urandom(24) for _ in range(COUNT)]
+    def __init__(self, count: int = COUNT) -> None:
+        self.count = count
+        keys = [os.urandom(24) for _ in range(count)]
         self.all = {key: NewObject(key, NBYTES, 1, 16, b"") for key in keys}
         self.parent = os.urandom(24)
         self.all[keys[-1]] = NewObject(keys[-1], NBYTES, 1, 4, self.parent)
         self.keys = keys
 
     def nbytes(self, _: object) -> int:
-        return COUNT * NBYTES
+        return self.count * NBYTES
 
     def objects(self, _: object) -> Iterator[Mapping[bytes, NewObject]]:
-        for start in range(0, COUNT, OBJECTS_PER_SLICE):
+        for start in range(0, self.count, OBJECTS_PER_SLICE):
             yield {key: self.all[key] for key in self.keys[start : start + OBJECTS_PER_SLICE]}
 
 
@@ -58,11 +60,14 @@ class Arena:
             changed=lambda: None,
         )
 
-    def open(self, name: str, prompt: Prompt, engine: str = "P") -> str:
+    def opening(self, name: str, prompt: Prompt, engine: str = "P", key: str = "") -> Slices[str]:
         charge = self.charge = Mock()
-        opening = self.handoffs.open(
-            name, engine, 1, specs=[Mock()], prompt=prompt, lease_s=60.0, due=1e12, charge=charge
+        return self.handoffs.open(
+            name, engine, 1, specs=[Mock()], prompt=prompt, lease_s=60.0, due=1e12, charge=charge, key=key
         )  # type: ignore[arg-type]
+
+    def open(self, name: str, prompt: Prompt, engine: str = "P", key: str = "") -> str:
+        opening = self.opening(name, prompt, engine, key)
         while True:
             try:
                 next(opening)
@@ -172,7 +177,7 @@ def test_those_that_nobody_has_come_for_stay_longer(arena: Arena) -> None:
     assert second is not None
     arena.handoffs.claim(second, 0.0, 1.0)
     gone = []
-    while arena.handoffs._revoke_oldest():
+    while arena.handoffs._make_room("", 0):
         arena.turns()
         states = {str(n): arena.handoffs.get(str(n)).status for n in range(3)}  # type: ignore[union-attr]
         gone.append([name for name, status in states.items() if status is HandoffStatus.REVOKED])
@@ -375,3 +380,91 @@ def test_why_a_save_was_given_up_is_cut(arena: Arena) -> None:
     handoff = arena.handoffs.get("h")
     assert handoff is not None and handoff.status is HandoffStatus.OPEN
     assert handoff.given_up.startswith("a save of it was given up: no room") and len(handoff.given_up) == REASON_CHARS
+
+
+# Whose hand-offs make room.
+
+
+def states(arena: Arena, *names: str) -> list[HandoffStatus]:
+    return [handoff.status for name in names if (handoff := arena.handoffs.get(name)) is not None]
+
+
+def fill(arena: Arena, key: str, count: int = 15) -> list[str]:
+    """Open so many hand-offs of a tenth of a prompt: together they keep the whole share."""
+    names = [f"{key}-{number}" for number in range(count)]
+    for name in names:
+        assert arena.open(name, Prompt(COUNT // 10), key=key) == ""
+    return names
+
+
+def test_this_machines_engines_are_never_kept_out_by_a_remote_key(arena: Arena) -> None:
+    theirs = fill(arena, "remote")
+    assert "pd.handoff_share" in arena.open("remote-more", Prompt(COUNT // 10), key="remote"), "alone it may keep all"
+    assert arena.open("mine", Prompt()) == "", "more than half of it"
+    assert states(arena, *theirs) == [HandoffStatus.OPEN] * 5 + [HandoffStatus.FAILED] * 10, "the last go, as needed"
+    victim = arena.handoffs.get(theirs[-1])
+    assert victim is not None and "pd.handoff_share" in victim.reason
+    assert "pd.handoff_share" in arena.open("remote-more", Prompt(COUNT // 10), key="remote")
+    assert states(arena, "mine") == [HandoffStatus.OPEN]
+    arena.turns()
+    arena.pool.validate()
+
+
+def test_another_key_gets_an_equal_part_and_no_more(arena: Arena) -> None:
+    theirs = fill(arena, "one")
+    others = [f"two-{number}" for number in range(8)]
+    told = [arena.open(name, Prompt(COUNT // 10), key="two") for name in others]
+    assert told[:7] == [""] * 7 and "pd.handoff_share" in told[7]
+    assert states(arena, *theirs) == [HandoffStatus.OPEN] * 8 + [HandoffStatus.FAILED] * 7
+    assert arena.open("two-large", Prompt(), key="two"), "more than its part takes nothing from anyone"
+    assert states(arena, *theirs) == [HandoffStatus.OPEN] * 8 + [HandoffStatus.FAILED] * 7
+
+
+def test_a_key_takes_nothing_of_this_machines_engines_that_is_not_complete(arena: Arena) -> None:
+    mine = fill(arena, "")
+    assert "pd.handoff_share" in arena.open("theirs", Prompt(COUNT // 10), key="remote")
+    assert states(arena, *mine) == [HandoffStatus.OPEN] * 15
+
+
+def test_new_ones_of_a_key_take_back_its_own_complete_ones_and_past_their_part_no_others(arena: Arena) -> None:
+    prompts = {name: Prompt(COUNT // 2) for name in ("mine", "theirs", "theirs too", "third")}
+    for name in ("mine", "theirs", "theirs too"):
+        assert arena.open(name, prompts[name], key="" if name == "mine" else "remote") == ""
+        arena.store(name, prompts[name])
+        arena.turns()
+    assert arena.open("third", prompts["third"], key="remote") == ""
+    assert states(arena, "mine", "theirs", "theirs too", "third") == [
+        HandoffStatus.COMPLETE,
+        HandoffStatus.REVOKED,
+        HandoffStatus.COMPLETE,
+        HandoffStatus.OPEN,
+    ], "this machine's was opened first, and is within its part"
+
+
+def test_what_is_made_room_for_is_not_taken_by_whoever_made_it(arena: Arena) -> None:
+    """Both are opened in turns: a key opens anew as fast as its hand-offs end."""
+    fill(arena, "remote")
+    opening = arena.opening("mine", Prompt())
+    refused = 0
+    with contextlib.suppress(StopIteration):
+        while True:
+            next(opening)
+            arena.turns()
+            refused += arena.open(f"again-{refused}", Prompt(COUNT // 10), key="remote") != ""
+    assert states(arena, "mine") == [HandoffStatus.OPEN] and refused
+
+
+def test_one_that_makes_room_while_it_is_being_opened_says_so(arena: Arena) -> None:
+    opening = arena.opening("theirs", Prompt(), key="remote")
+    while not arena.kept:
+        next(opening)
+    assert arena.open("mine", Prompt(COUNT * 3 // 2)) == ""
+    with pytest.raises(StopIteration) as refused:
+        while True:
+            next(opening)
+    assert "pd.handoff_share" in str(refused.value.value)
+    arena.handoffs.release("mine", 0.0)
+    arena.turns()
+    figures = arena.pool.statistics()
+    assert (arena.kept, figures.pinned, figures.half_written) == (0, 0, 0)
+    assert not arena.handoffs._share._parts

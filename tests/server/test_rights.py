@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -107,6 +108,9 @@ class Doors:
         client.attach(wire.Attach(SPEC, memory=False), soon())
         return client
 
+    def public(self, name: str) -> str:
+        return self._keys[name].public.decode()
+
     def pinned(self) -> int:
         return int(self.server.call(lambda: self.server.server.pool.statistics().pinned))  # type: ignore[call-overload]
 
@@ -191,6 +195,30 @@ def test_a_key_that_acts_for_an_engine_resets_it_and_hands_its_prompts_over(door
     client.send(wire.Purge(3))
     with pytest.raises(RemoteError, match="local_only"):
         client.expect(wire.Status, soon(), 3)
+
+
+@pytest.mark.parametrize("who", ["acts", "peers"])
+def test_what_a_hand_off_keeps_is_counted_for_the_key_that_opens_it(doors: Doors, who: str) -> None:
+    if who == "acts":
+        client = doors.attached("acts")
+        client.send(opening(1, "xfer"))
+    else:
+        client = doors.dialled("peers")
+        client.greet(PEER_HELLO, soon())
+        welcome = client.expect(wire.PeerWelcome, soon())
+        assert isinstance(welcome, wire.PeerWelcome)
+        asked = wire.PeerOpenHandoff(
+            1, welcome.incarnation, "vllm-0", "xfer", ROOT, DIGESTS, len(TOKENS), TAIL, 0, 60_000
+        )
+        client.send(asked)
+    assert eventually(lambda: doors.handoff("xfer") == "open")
+    handoffs = doors.server.server.handoffs
+    record = doors.server.call(lambda: handoffs.get("xfer"))
+    assert record is not None and record.key == doors.public(who)
+    with contextlib.closing(Control(doors.server.endpoint, "vllm-0", SPEC, context=doors.server.context)) as control:
+        assert control.open_handoff("mine", CHAIN, len(CHAIN)).state == "open"
+    mine = doors.server.call(lambda: handoffs.get("mine"))
+    assert mine is not None and mine.key == ""
 
 
 def test_a_key_that_opens_many_clients_costs_no_other_key_s(doors: Doors) -> None:

@@ -61,7 +61,8 @@ class PdSettings(Section):
     )
     handoff_share: Real = setting(
         0.25,
-        "Hand-offs keep at most this share of the arena; past it the oldest that is complete is taken back.",
+        "Hand-offs keep at most this share of the arena; past it the oldest that is complete is taken back. Those of "
+        "remote keys make room for this machine's engines, and for another key up to an equal part.",
         unit="of the arena",
         live=True,
         ge=0.0,

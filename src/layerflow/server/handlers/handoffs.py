@@ -49,7 +49,7 @@ async def open_handoff(context: ServerContext, session: ClientSession, message: 
     if why:
         context.handoffs.refuse(name, session.engine, why)
     else:
-        opener = Opener(session.engine, session.number, session.account)
+        opener = Opener(session.engine, session.number, session.account, session.rights.key)
         tokens, why = await keep(context, session.spec.chunk_tokens, opener, message)
     handoff = context.handoffs.get(name)
     if not why and others and handoff is not None and peers is not None:
@@ -65,11 +65,13 @@ class Opener(NamedTuple):
     """One that opens a hand-off.
 
     :param engine: whose workers save it. :param number: of the session, or of the server, that ends it.
+    :param key: its public key; "" = it is of this machine.
     """
 
     engine: str
     number: int
     account: Account
+    key: str
 
 
 async def keep(context: ServerContext, chunk_tokens: int, opener: Opener, message: Opening) -> tuple[int, str]:
@@ -138,7 +140,15 @@ async def _keep(context: ServerContext, chunk_tokens: int, opener: Opener, messa
     why = "it was not opened"
     try:
         opening = context.handoffs.open(
-            name, engine, opener.number, specs=specs, prompt=prompt, lease_s=lease_s, due=due, charge=charge
+            name,
+            engine,
+            opener.number,
+            specs=specs,
+            prompt=prompt,
+            lease_s=lease_s,
+            due=due,
+            charge=charge,
+            key=opener.key,
         )
         why = await in_slices(opening)
     finally:
@@ -223,7 +233,7 @@ async def _open(context: ServerContext, reader: Reader, message: wire.PeerOpenHa
         raise ProtocolError("this hand-off is for a server that was here before; attach again")
     specs = [worker.spec for worker in context.sessions.workers_of(message.engine) if worker.spec is not None]
     if specs:
-        opener = Opener(message.engine, reader.number, reader.account)
+        opener = Opener(message.engine, reader.number, reader.account, reader.rights.key)
         _, why = await keep(context, specs[0].chunk_tokens, opener, message)
     else:
         why = handoffs.refuse(message.handoff, message.engine, no_worker(message.engine))

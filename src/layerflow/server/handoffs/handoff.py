@@ -89,7 +89,7 @@ class HandoffRecord:
 
     :param serial: tells it from an earlier one of the same name.
     :param engine: that computes it; empty while it is announced.
-    :param session: of the client that opened it.
+    :param session: of the client that opened it. :param key: of that client; "" = it is of this machine.
     :param due: it has failed if it is not complete by then.
     :param spec: of a worker of that engine.
     :param tokens: that a reader can load at most.
@@ -112,6 +112,7 @@ class HandoffRecord:
     status: HandoffStatus = HandoffStatus.ANNOUNCED
     engine: str = ""
     session: int = 0
+    key: str = ""
     due: float = 0.0
     spec: ModelSpec | None = None
     tokens: int = 0

@@ -3,12 +3,11 @@
 A hand-off pins what it needs and is stored, and keeps room for what is still to be stored; the saves of its engine take
 that room over, key by key. It fails as soon as something of it will never be stored, and its readers hear of it then.
 What nobody claims pins at most a set share of the arena: past it the oldest goes, so that a decoder which never comes
-costs the prefiller nothing.
+costs the prefiller nothing. Whose goes is said in :mod:`layerflow.server.handoffs.share`.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 import time
@@ -28,44 +27,15 @@ from layerflow.server.handoffs.handoff import (
     HandoffStatistics,
     HandoffStatus,
     Prompt,
+    Reserved,
     Told,
     sort_by_writer,
     take,
 )
+from layerflow.server.handoffs.share import HandoffShare
 from layerflow.server.mailboxes import SLICE_S, Answer, Slices
 from layerflow.spec import ModelSpec
 from layerflow.system.numbers import ascending
-
-# How much of the arena hand-offs keep.
-
-
-class PinnedObjects:
-    """Objects that hand-offs keep. Each is counted once, however many hand-offs keep it.
-
-    :ivar nbytes: size of all of them together.
-    """
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self._keepers: Counter[bytes] = Counter()
-
-    def add(self, objects: Mapping[bytes, NewObject]) -> None:
-        """Count these for one more hand-off."""
-        self.nbytes = self.nbytes_with(objects)
-        self._keepers.update(objects.keys())
-
-    def discard(self, objects: Mapping[bytes, NewObject]) -> None:
-        """Stop counting these for one hand-off."""
-        for key, new in objects.items():
-            self._keepers[key] -= 1
-            if not self._keepers[key]:
-                del self._keepers[key]
-                self.nbytes -= new.nbytes
-
-    def nbytes_with(self, objects: Mapping[bytes, NewObject]) -> int:
-        """Return the total size if these objects were kept in addition."""
-        return self.nbytes + sum(new.nbytes for key, new in objects.items() if key not in self._keepers)
-
 
 ENDED_GRACE_S = 0.5
 """Once its engine has ended it, a hand-off waits so long for steps that save the rest: their socket is another one."""
@@ -100,7 +70,7 @@ class Handoffs:
     ) -> None:
         self._pool = pool
         self._room_bytes = room_bytes
-        self._share = share
+        self._share = HandoffShare(lambda: share() * self._room_bytes)
         self._revoke_reservations = revoke_reservations
         self._soon = soon
         self._changed = changed
@@ -113,10 +83,7 @@ class Handoffs:
         self._returning: deque[Slices[None]] = deque()
         self._returns_later = False
         self._telling: deque[tuple[HandoffRecord, Iterator[Told]]] = deque()  # watchers to be told, in order
-        self._revocable: list[tuple[bool, int, HandoffRecord]] = []  # complete ones, and some that were
         self._waiting: dict[bytes, list[HandoffRecord]] = {}
-        self._pinned = PinnedObjects()
-        self._pinned_open = PinnedObjects()  # of those that are not complete: nothing takes these back
         self._log_limit = LogRateLimiter()
         # An abort may be quicker than a prefiller's scheduler: names of hand-offs that were released before `open`.
         self._released_before_open: ExpiringSet[str] = ExpiringSet(REMEMBERED)
@@ -156,7 +123,7 @@ class Handoffs:
             announced=states[HandoffStatus.ANNOUNCED],
             open=states[HandoffStatus.OPEN],
             complete=states[HandoffStatus.COMPLETE],
-            kept_bytes=self._pinned.nbytes,
+            kept_bytes=self._share.kept.nbytes,
             opened=counts["opened"],
             completed=counts["completed"],
             claimed=counts["claimed"],
@@ -223,7 +190,7 @@ class Handoffs:
         """
         handoff.claims += 1
         if handoff.claims == 1 and handoff.status is HandoffStatus.COMPLETE:
-            self._may_be_revoked(handoff)
+            self._share.completed(handoff, len(self._live))
         self._counts["claimed"] += 1
         self._changed()
         if handoff.status is HandoffStatus.COMPLETE:
@@ -242,12 +209,14 @@ class Handoffs:
         lease_s: float,
         due: float,
         charge: Charge,
+        key: str = "",
     ) -> Slices[str]:
         """Pin what is stored of a prompt and reserve room for the rest, in slices. Why not, else empty.
 
         :param specs: of the engine's workers here, those that hold the same once.
         :param due: it has failed if it is not complete by then.
         :param charge: of the client that opens it; released when it is over.
+        :param key: of that client; "" = it is of this machine.
         """
         yield from self._return_all()
         known = self._by_name.get(name)
@@ -256,17 +225,17 @@ class Handoffs:
         if self._released_before_open.holds(name, time.monotonic()):
             return self.refuse(name, engine, "its reader has released it already")
         self._released_before_open.discard(name)  # that time is over: readers of this one are others
-        most = self._share() * self._room_bytes
+        most = self._share.room()
         if (alone := prompt.nbytes(specs)) > most:
             return self.refuse(name, engine, f"it alone would keep {alone} bytes; pd.handoff_share allows {most:.0f}")
         announced = known if known is not None and known.status is HandoffStatus.ANNOUNCED else None
         handoff = announced or self._begin(name, due)
         handoff.engine, handoff.session, handoff.spec, handoff.tokens = engine, session, specs[0], prompt.tokens
-        handoff.lease_s, handoff.due = lease_s, due
+        handoff.lease_s, handoff.due, handoff.key = lease_s, due, key
         self._live.set(handoff, max(self._live.until(handoff), due))
         why = "its client ended while it was being opened"
         try:
-            why = yield from self._keep(handoff, prompt.objects(specs), most)
+            why = yield from self._keep(handoff, prompt.objects(specs))
             if handoff.status is not HandoffStatus.ANNOUNCED:
                 why = self._refused(name, handoff.story())  # it ended while it was being opened
         finally:
@@ -282,41 +251,57 @@ class Handoffs:
         self._tell(handoff)
         return ""
 
-    def _keep(self, handoff: HandoffRecord, slices: Iterable[Mapping[bytes, NewObject]], most: float) -> Slices[str]:
+    def _keep(self, handoff: HandoffRecord, slices: Iterable[Mapping[bytes, NewObject]]) -> Slices[str]:
         """Keep these objects for a hand-off that is being opened. Why they cannot be, else empty."""
+        share, key = self._share, handoff.key
         objects: list[Mapping[bytes, NewObject]] = []
-        fixed = self._pinned_open.nbytes
+        share.begin(handoff)
+        fixed = wanted = 0
         for few in slices:
             objects.append(few)
-            fixed += self._pinned_open.nbytes_with(few) - self._pinned_open.nbytes
+            fixed += share.unfinished.more(few)
+            wanted += share.more_of(key, few)
             yield
-        if fixed > most:
+            if handoff.status is not HandoffStatus.ANNOUNCED:
+                return handoff.story()
+        wanted = share.with_all(key, wanted)
+        fixed += share.unmoved(key, wanted)
+        if fixed > (most := share.room()):
             return f"hand-offs that are not complete would keep {fixed} bytes; pd.handoff_share allows {most:.0f}"
-        for few in objects:
-            taken = None
-            while taken is None:
+        lacks = False
+        try:
+            for few in objects:
+                while (taken := self._take(handoff, few)) is None:
+                    if not lacks:
+                        lacks = True
+                        share.lacks(key)
+                    if not self._make_room(key, wanted):
+                        if share.fits(key, few):
+                            return "the arena has no room: what is in it is pinned, or being written"
+                        return (
+                            f"hand-offs would keep more of the {most:.0f} bytes of pd.handoff_share than this key may"
+                        )
+                    yield from self._return_all()
+                    if handoff.status is not HandoffStatus.ANNOUNCED:
+                        return handoff.story()
+                share.add(handoff, few)
+                handoff.keep(few)
+                handoff.pending |= taken.pending
+                handoff.reserved_here |= taken.reserved_here
+                handoff.reserved_there |= taken.reserved_there
+                self._look_after(handoff, taken.stored_by_others)
+                for each in taken.pending:
+                    self._waiting.setdefault(each, []).append(handoff)
+                yield
                 if handoff.status is not HandoffStatus.ANNOUNCED:
                     return handoff.story()
-                if self._pinned.nbytes_with(few) > most:
-                    why = f"hand-offs would keep more than the {most:.0f} bytes that pd.handoff_share allows"
-                else:
-                    taken = take(self._pool, handoff.owner, few)
-                    why = "the arena has no room: what is in it is pinned, or being written"
-                if taken is None:
-                    if not self._revoke_oldest():
-                        return why
-                    yield from self._return_all()
-            self._pinned.add(few)
-            self._pinned_open.add(few)
-            handoff.keep(few)
-            handoff.pending |= taken.pending
-            handoff.reserved_here |= taken.reserved_here
-            handoff.reserved_there |= taken.reserved_there
-            self._look_after(handoff, taken.stored_by_others)
-            for key in taken.pending:
-                self._waiting.setdefault(key, []).append(handoff)
-            yield
+        finally:
+            if lacks:
+                share.lacks_no_more(key)
         return ""
+
+    def _take(self, handoff: HandoffRecord, few: Mapping[bytes, NewObject]) -> Reserved | None:
+        return take(self._pool, handoff.owner, few) if self._share.fits(handoff.key, few) else None
 
     def take_reservations(
         self, engine: str, objects: Sequence[NewObject], owner: Owner, *, loads: Callable[[bytes], bool]
@@ -493,25 +478,20 @@ class Handoffs:
             log.info("handoff_refused", handoff=name, reason=why, unlogged=unlogged)
         return why
 
-    def _revoke_oldest(self) -> bool:
-        """Take back the complete one that was opened first, one that a reader has come for before others."""
-        while self._revocable:
-            unclaimed, _, victim = heapq.heappop(self._revocable)
-            if victim.status is HandoffStatus.COMPLETE and unclaimed == (not victim.claims):
-                break
-        else:
-            return False
-        self._close(victim, HandoffStatus.REVOKED, "newer hand-offs needed its room")
-        return True
+    def _make_room(self, key: str, wanted: int) -> bool:
+        """Take one back for a hand-off that is being opened; False = none makes room for it.
 
-    def _may_be_revoked(self, handoff: HandoffRecord) -> None:
-        """List a complete hand-off: it goes before those opened later, one that a reader has come for before others."""
-        if len(self._revocable) > 2 * len(self._live) + REMEMBERED:
-            self._revocable = [
-                each for each in self._revocable if each[2].status is HandoffStatus.COMPLETE and each[2] is not handoff
-            ]
-            heapq.heapify(self._revocable)
-        heapq.heappush(self._revocable, (not handoff.claims, handoff.serial, handoff))
+        :param key: of its client. :param wanted: what all of that client's key are to keep.
+        """
+        victim = self._share.next_to_go(key, wanted)
+        if victim is None:
+            return False
+        if victim.status is HandoffStatus.COMPLETE:
+            self._close(victim, HandoffStatus.REVOKED, "newer hand-offs needed its room")
+        else:
+            why = "its key has hand-offs keep more than its part of pd.handoff_share, and others needed the room"
+            self._close(victim, HandoffStatus.FAILED, why)
+        return True
 
     def _look_for_others(self, handoff: HandoffRecord, now: float) -> None:
         stored_by_others = list(handoff.stored_by_others)
@@ -558,8 +538,8 @@ class Handoffs:
         if handoff.ended and not (handoff.pending or handoff.parts) and handoff.status is HandoffStatus.OPEN:
             handoff.enter(HandoffStatus.COMPLETE)
             self._live.set(handoff, now + handoff.lease_s)
-            self._may_be_revoked(handoff)
-            self._later(self._uncount(handoff.objects))
+            self._share.completed(handoff, len(self._live))
+            self._later(self._uncount(handoff))
             self._counts["completed"] += 1
             log.debug("handoff_complete", handoff=handoff.name, claims=handoff.claims)
             self._tell(handoff)
@@ -580,6 +560,7 @@ class Handoffs:
         handoff.reason = shortened(reason)  # remembered beyond its client, and charged to nobody
         self._live.discard(handoff)
         self._stored_by_others.pop(handoff, None)
+        self._share.over(handoff)
         why = f"hand-off {handoff.name!r} {handoff.story()}"
         self._later(self._give_all_back(handoff, why, was_open=was_open))
         self._over.append(handoff)
@@ -609,20 +590,18 @@ class Handoffs:
                 self._revoke_reservations(reserved_here, handoff.owner, why)
                 self.lost(reserved_here, why)
             self._pool.release(handoff.owner, list(reversed(piece)))
-            self._pinned.discard(piece)
-            if was_open:
-                self._pinned_open.discard(piece)
+            self._share.discard(handoff, piece, unfinished=was_open)
             yield
         handoff.reserved_there.clear()
         handoff.stored_by_others.clear()
         if handoff.charge is not None:
             handoff.charge.release()
 
-    def _uncount(self, objects: Mapping[bytes, NewObject]) -> Slices[None]:
+    def _uncount(self, handoff: HandoffRecord) -> Slices[None]:
         """Stop counting objects that are complete; what takes any of them away is done behind this."""
-        left = iter(objects.items())
+        left = iter(handoff.objects.items())
         while piece := dict(itertools.islice(left, PIECE)):
-            self._pinned_open.discard(piece)
+            self._share.finish(handoff, piece)
             yield
 
     def _drop_room(self, handoff: HandoffRecord, key: bytes) -> None:
