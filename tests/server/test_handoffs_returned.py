@@ -468,3 +468,53 @@ def test_one_that_makes_room_while_it_is_being_opened_says_so(arena: Arena) -> N
     figures = arena.pool.statistics()
     assert (arena.kept, figures.pinned, figures.half_written) == (0, 0, 0)
     assert not arena.handoffs._share._parts
+
+
+# Many that end together.
+
+MANY = 40
+
+
+def many(arena: Arena) -> tuple[list[str], list[Prompt]]:
+    names, prompts = [str(number) for number in range(MANY)], [Prompt(8) for _ in range(MANY)]
+    for name, prompt in zip(names, prompts, strict=True):
+        assert arena.open(name, prompt) == ""
+    return names, prompts
+
+
+@pytest.mark.parametrize("how", ["engine", "session", "purge"])
+def test_many_end_in_turns(arena: Arena, how: str) -> None:
+    names, _ = many(arena)
+    over = HandoffStatus.REVOKED if how == "purge" else HandoffStatus.FAILED
+    if how == "engine":
+        arena.handoffs.lose_engine("P", "gone")
+    elif how == "session":
+        arena.handoffs.lose_session(1, "gone")
+    else:
+        arena.handoffs.purge("purged")
+    assert states(arena, *names).count(over) == 1, "one piece of the work"
+    assert arena.open("new", Prompt(8)) == "", "who opens another one waits for that"
+    assert states(arena, *names) == [over] * MANY
+    assert states(arena, "new") == [HandoffStatus.OPEN]
+    arena.handoffs.release("new", 0.0)
+    arena.turns()
+    figures = arena.pool.statistics()
+    assert (arena.kept, figures.pinned, figures.half_written) == (0, 0, 0)
+    assert not arena.handoffs._to_end
+
+
+def test_one_that_is_to_end_is_not_complete_in_between_and_takes_no_room_again(arena: Arena) -> None:
+    names, prompts = many(arena)
+    stored, lost = prompts[-1], prompts[-2]
+    assert len(arena.take([*stored.all.values(), *lost.all.values()])) == 16
+    arena.handoffs.end(names[-1], "P", stored.tokens, "", 0.0)
+    arena.handoffs.lose_engine("P", "gone")
+    arena.pool.commit(stored.keys, ("step", 1, 1))
+    arena.handoffs.stored(stored.keys, 0.0)
+    arena.pool.revoke(lost.keys, ("step", 1, 1))
+    arena.handoffs.lost(lost.keys, "the session was lost")
+    assert states(arena, names[-1]) == [HandoffStatus.OPEN]
+    assert not any(map(arena.pool.writer, lost.keys))
+    arena.turns()
+    assert states(arena, *names) == [HandoffStatus.FAILED] * MANY
+    assert arena.handoffs.statistics().completed == 0

@@ -79,6 +79,7 @@ class Handoffs:
         #: those that are not over, each until it is due; oldest first
         self._live: ExpiryHeap[HandoffRecord] = ExpiryHeap()
         self._stored_by_others: dict[HandoffRecord, None] = {}  # some of whose objects others bring
+        self._to_end: set[HandoffRecord] = set()  # live ones whose end is put off for a few turns
         self._over: deque[HandoffRecord] = deque()
         self._returning: deque[Slices[None]] = deque()
         self._returns_later = False
@@ -218,7 +219,7 @@ class Handoffs:
         :param charge: of the client that opens it; released when it is over.
         :param key: of that client; "" = it is of this machine.
         """
-        yield from self._return_all()
+        yield from self.return_all()
         known = self._by_name.get(name)
         if known is not None and known in self._live and known.engine:
             return self.refuse(name, engine, f"a hand-off of this name is {known.status.value} already")
@@ -281,7 +282,7 @@ class Handoffs:
                         return (
                             f"hand-offs would keep more of the {most:.0f} bytes of pd.handoff_share than this key may"
                         )
-                    yield from self._return_all()
+                    yield from self.return_all()
                     if handoff.status is not HandoffStatus.ANNOUNCED:
                         return handoff.story()
                 share.add(handoff, few)
@@ -427,23 +428,20 @@ class Handoffs:
             self._keep_again(handoff, mine, f"a save of it was given up: {reason}")
 
     def purge(self, reason: str) -> None:
-        """Nothing that is stored may be read any more."""
-        for handoff in self.live():
-            if handoff.engine:
-                self._close(handoff, HandoffStatus.REVOKED, reason)
+        """Nothing that is stored may be read any more; in turns, until :attr:`returning` is over."""
+        self._end_each([handoff for handoff in self._live if handoff.engine], HandoffStatus.REVOKED, reason)
 
     def lose_engine(self, engine: str, reason: str) -> None:
-        """A worker of this engine is gone, or its weights are: what its engine has open fails."""
-        for handoff in self.live():
-            if handoff.status is not HandoffStatus.COMPLETE and handoff.engine == engine:
-                self._close(handoff, HandoffStatus.FAILED, reason)
+        """A worker of this engine is gone, or its weights are: what its engine has open fails; in turns, as above."""
+        mine = (each for each in self._live if each.engine == engine and each.status is not HandoffStatus.COMPLETE)
+        self._end_each(list(mine), HandoffStatus.FAILED, reason)
 
     def lose_session(self, session: int, reason: str) -> None:
-        """A client is gone: nobody ends what it has opened."""
-        for handoff in self.live():
-            opened = handoff.engine and handoff.session == session
-            if opened and handoff.status is not HandoffStatus.COMPLETE and not handoff.ended:
-                self._close(handoff, HandoffStatus.FAILED, reason)
+        """A client is gone: nobody ends what it has opened; in turns, as above."""
+        mine = (each for each in self._live if each.engine and each.session == session and not each.ended)
+        self._end_each(
+            [each for each in mine if each.status is not HandoffStatus.COMPLETE], HandoffStatus.FAILED, reason
+        )
 
     def expire(self, now: float) -> None:
         """End the hand-offs that were due by now."""
@@ -501,7 +499,7 @@ class Handoffs:
         here = [key for key, there in zip(stored_by_others, self._pool.lookup(stored_by_others), strict=True) if there]
         self.stored(here, now)
         gone = [key for key in handoff.stored_by_others if self._pool.writer(key) is None]
-        if gone and handoff in self._live:
+        if gone:
             self._keep_again(
                 handoff, gone, f"{len(gone)} of its objects did not come: their save or fetch was given up"
             )
@@ -517,7 +515,7 @@ class Handoffs:
 
         :param why: it fails, where its engine has ended it or there is no room.
         """
-        if handoff not in self._live:
+        if not self._stays(handoff):
             return
         if handoff.ended:
             self._close(handoff, HandoffStatus.FAILED, why)
@@ -535,7 +533,8 @@ class Handoffs:
         self._look_after(handoff, untold)
 
     def _complete_if_done(self, handoff: HandoffRecord, now: float) -> None:
-        if handoff.ended and not (handoff.pending or handoff.parts) and handoff.status is HandoffStatus.OPEN:
+        done = handoff.ended and not (handoff.pending or handoff.parts) and handoff.status is HandoffStatus.OPEN
+        if done and handoff not in self._to_end:
             handoff.enter(HandoffStatus.COMPLETE)
             self._live.set(handoff, now + handoff.lease_s)
             self._share.completed(handoff, len(self._live))
@@ -554,11 +553,24 @@ class Handoffs:
             became = {"was": before.value, "state": status.value, "reason": handoff.reason}
             log.info("handoff_over", **names, **became, unlogged=unlogged)
 
+    def _end_each(self, handoffs: Sequence[HandoffRecord], status: HandoffStatus, reason: str) -> None:
+        """End many, in turns. From now on none of them takes note of what is stored or lost, nor becomes complete."""
+        if handoffs:
+            self._to_end.update(handoffs)
+            self._later(self._ending(handoffs, status, reason))
+
+    def _ending(self, handoffs: Sequence[HandoffRecord], status: HandoffStatus, reason: str) -> Slices[None]:
+        for handoff in handoffs:
+            if handoff in self._live:
+                self._close(handoff, status, reason)
+            yield
+
     def _end(self, handoff: HandoffRecord, status: HandoffStatus, reason: str) -> None:
         was_open = handoff.status is not HandoffStatus.COMPLETE
         handoff.enter(status)
         handoff.reason = shortened(reason)  # remembered beyond its client, and charged to nobody
         self._live.discard(handoff)
+        self._to_end.discard(handoff)
         self._stored_by_others.pop(handoff, None)
         self._share.over(handoff)
         why = f"hand-off {handoff.name!r} {handoff.story()}"
@@ -614,11 +626,15 @@ class Handoffs:
 
     def _waits(self, handoff: HandoffRecord, key: bytes) -> bool:
         """Is it still to store this object, and not over?"""
-        return key in handoff.pending and handoff in self._live
+        return key in handoff.pending and self._stays(handoff)
+
+    def _stays(self, handoff: HandoffRecord) -> bool:
+        """Is it not over, nor about to be?"""
+        return handoff in self._live and handoff not in self._to_end
 
     @property
     def returning(self) -> bool:
-        """Is some of what hand-offs kept that are over still to be given back?"""
+        """Are hand-offs still to be ended, or is some of what those kept that are over still to be given back?"""
         return bool(self._returning)
 
     def _later(self, work: Slices[None]) -> None:
@@ -640,8 +656,8 @@ class Handoffs:
                 self._returns_later = True
                 self._soon(self._return_some)
 
-    def _return_all(self) -> Slices[None]:
-        """Give back all that is still to be given back, for somebody who needs room."""
+    def return_all(self) -> Slices[None]:
+        """End what is to end, and give back all that is still to be given back: for somebody who waits for it."""
         while self._returning:
             self._return_piece()
             yield
