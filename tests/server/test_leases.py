@@ -314,3 +314,47 @@ async def test_leases_outlive_their_clients_and_are_counted_with_what_others_of_
     assert world.accounts.nbytes == LEASE and len(world.accounts) == 1
     world.leases.expire(9.0)
     assert world.accounts.nbytes == len(world.accounts) == world.pins() == 0
+
+
+def test_leases_of_an_engine_end_in_slices_and_those_made_meanwhile_stay() -> None:
+    """As where its weights are replaced: the same requests are looked up again, with the new ones."""
+    world = World(4)
+    asker, other = world.client("asker", "e"), world.client("other", "f")
+    requests = [f"r{number}" for number in range(6)]
+    for request in requests:
+        world.lease(asker, request)
+    world.lease(other, "r0")
+    ending = world.leases.end_all("e")
+    world.lease(asker, "r5")
+    world.lease(asker, "new")
+    held: list[int] = []
+    while True:
+        held.append(sum(world.leases.holds(lease_owner("e", request)) for request in requests))
+        try:
+            next(ending)
+        except StopIteration as over:
+            assert over.value == 5
+            break
+    assert held == [6, 5, 4, 3, 2, 1, 1], "one a slice"
+    assert world.leases.holds(lease_owner("e", "new")) and world.leases.holds(lease_owner("e", "r5"))
+    assert world.leases.holds(lease_owner("f", "r0"))
+    world.leases.end(lease_owner("f", "r0"))
+    deque(world.leases.end_all("e"))
+    assert not world.leases._of_engine and not world.leases._charges and asker.account.nbytes == 0
+
+
+def test_plans_of_an_engine_end_in_slices_and_those_told_meanwhile_stay() -> None:
+    world = World(4)
+    asker, plans = world.client(), PinnedHits(world.pool, world.leases, lambda: 10.0)
+
+    def told(request: str) -> None:
+        world.pool.acquire(world.keys, "lookup", math.inf)
+        plans.keep(asker, request, [7], "lookup", world.leases.charge_plan(asker, request, "lookup"))
+
+    for number in range(3):
+        told(f"r{number}")
+    ending = plans.reset("e")
+    told("r0")
+    plans.opened("e", "r2", 8)  # a worker that is not among its own has used it
+    assert [len(plans) for _ in ending] == [3, 2, 2]
+    assert asker.account.entries == 2 and "r0" in asker.hit_leases

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any
@@ -75,7 +76,7 @@ def test_what_a_reset_overtakes_hits_nothing(server: EmbeddedServer, monkeypatch
 
         def overtake(*leased: Any) -> bytes:
             places = lease(*leased)
-            overtaken.append(reset_engine(context, "e2e"))
+            overtaken.append(deque(reset_engine(context, "e2e")))
             return places
 
         monkeypatch.setattr(pool, "lease", overtake)

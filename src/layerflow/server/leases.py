@@ -10,6 +10,7 @@ from layerflow.pool.base import Owner, Pool
 from layerflow.server.account import ENTRY_BYTES, Accounts, Charge, Refused
 from layerflow.server.clients import ClientSession
 from layerflow.server.incoming import IncomingObjects
+from layerflow.server.mailboxes import Slices
 
 PINNED_BYTES = 64
 """What the pin of one object takes, in bytes: 36 to 54 in the table of its owner, by how full that is.
@@ -47,6 +48,7 @@ class Leases:
         self._accounts = accounts
         self._soon = soon
         self._charges: dict[Owner, Charge] = {}  #: exactly those that pin something, or will once it has come
+        self._of_engine: dict[str, dict[Owner, None]] = {}  #: the same
         self._expired = -math.inf
         self._scheduled = False
         pool.listen_owners(self._released)
@@ -101,7 +103,7 @@ class Leases:
             counted.resize(self._held(owner) * PINNED_BYTES)
             self._released(owner)
         else:
-            self._leave(owner, _who(asker))
+            self._leave(owner, asker.engine, _who(asker))
 
     def charge_left(self, asker: ClientSession, objects: int) -> Charge:
         """Count for an asker who has gone so many objects that somebody still reads, whether or not they fit."""
@@ -116,28 +118,40 @@ class Leases:
 
     def _count(self, owner: Owner, charge: Charge, asker: ClientSession) -> None:
         before = self._charges.get(owner)
-        self._charges[owner] = charge
+        self._enter(owner, asker.engine, charge)
         if before is not None:
             before.release()
-        charge.on_end(functools.partial(self._leave, owner, _who(asker)))
+        charge.on_end(functools.partial(self._leave, owner, asker.engine, _who(asker)))
 
-    def _leave(self, owner: Owner, who: Hashable) -> None:
+    def _leave(self, owner: Owner, engine: str, who: Hashable) -> None:
         """Its client has gone."""
-        before = self._charges.pop(owner, None)
-        if before is not None:
-            before.release()
+        self._forget(owner, engine)
         held = self._held(owner)
         if held:
             what = "the lease of a client that has gone"
             try:
-                self._charges[owner] = self._accounts.charge_left(who, what, held * PINNED_BYTES)
+                self._enter(owner, engine, self._accounts.charge_left(who, what, held * PINNED_BYTES))
             except Refused:
                 self.end(owner)
+
+    def _enter(self, owner: Owner, engine: str, charge: Charge) -> None:
+        self._charges[owner] = charge
+        self._of_engine.setdefault(engine, {})[owner] = None
+
+    def _forget(self, owner: Owner, engine: str) -> None:
+        charge = self._charges.pop(owner, None)
+        if charge is not None:
+            charge.release()
+            mine = self._of_engine[engine]
+            del mine[owner]
+            if not mine:
+                del self._of_engine[engine]
 
     def _released(self, owner: Owner) -> None:
         """It pins nothing any more, or has leased nothing more of what is on its way."""
         if owner in self._charges and not self._held(owner):
-            self._charges.pop(owner).release()
+            assert isinstance(owner, tuple)
+            self._forget(owner, owner[1])
 
     # What ends -----------------------------------------------------------------------------------
 
@@ -145,6 +159,21 @@ class Leases:
         """The owner's pins are its no more, nor is what it has leased that is on its way."""
         self.let_go(owner)
         self._incoming.drop_lease(owner)
+
+    def end_all(self, engine: str) -> Slices[int]:
+        """End the leases that an engine has, in slices; how many. Those that lookups make from now on stay."""
+        mine = [(owner, self._charges[owner]) for owner in self._of_engine.get(engine, ())]
+
+        def end() -> Slices[int]:
+            ended = 0
+            for owner, charge in mine:
+                if self._charges.get(owner) is charge:
+                    self.end(owner)
+                    ended += 1
+                yield
+            return ended
+
+        return end()
 
     def let_go(self, owner: Owner) -> None:
         """The owner's pins are its no more; the first end at once, others in turns with the rest of the loop."""

@@ -19,6 +19,7 @@ from layerflow.pool.base import Owner, Pool
 from layerflow.server.account import Charge
 from layerflow.server.clients import ClientSession
 from layerflow.server.leases import Leases, lease_owner
+from layerflow.server.mailboxes import Slices
 from layerflow.system import numbers
 
 MOST_UNUSED = 4
@@ -149,12 +150,23 @@ class PinnedHits:
             if plan.asker is asker and not plan.used:
                 self._end(plan)
 
-    def reset(self, engine: str) -> int:
-        """The engine loads nothing of what it was told any more; what a worker has used already ends by itself."""
+    def reset(self, engine: str) -> Slices[int]:
+        """The engine loads nothing of what it was told any more, in slices; how many plans end.
+
+        What a worker has used already ends by itself, and what is told from now on stays.
+        """
         unused = [plan for plan in self._plans.values() if plan.engine == engine and not plan.used]
-        for plan in unused:
-            self._end(plan)
-        return len(unused)
+
+        def end() -> Slices[int]:
+            ended = 0
+            for plan in unused:
+                if plan.number in self._plans and not plan.used:
+                    self._end(plan)
+                    ended += 1
+                yield
+            return ended
+
+        return end()
 
     def gone(self, client: ClientSession) -> None:
         """A client is gone: as a worker it opens no step any more. What it was told ends with its charge."""

@@ -11,7 +11,7 @@ import structlog
 
 from layerflow.flow.events import StepsRevoked
 from layerflow.recording.format import Purged
-from layerflow.server.plans import is_lease_of
+from layerflow.server.mailboxes import Slices
 
 if TYPE_CHECKING:
     from layerflow.server.clients import ClientSession
@@ -28,11 +28,12 @@ KEYS_PER_SLICE = 512
 log = structlog.get_logger("layerflow.server.handlers.forget")
 
 
-def reset_engine(context: ServerContext, engine: str) -> dict[str, Any]:
+def reset_engine(context: ServerContext, engine: str) -> Slices[dict[str, Any]]:
     """Nothing that `engine` has under way is loaded or published any more, and its leases are dropped.
 
     What is stored stays: other engines may have the weights that it was computed with, and this one asks for other keys
-    from now on. When this returns the core knows of it, so no commit can follow.
+    from now on. In the first slice the core is told, so no commit can follow, and lookups and hand-offs under way hit
+    nothing any more; the others end what these, and the leases, keep.
     """
     context.handoffs.lose_engine(engine, REPLACED)
     mine = [session for session in context.sessions if session.engine == engine]
@@ -42,12 +43,12 @@ def reset_engine(context: ServerContext, engine: str) -> dict[str, Any]:
     workers = [session.number for session in mine if session.memory]
     steps = sum(number in workers for number, _ in context.driver.steps())
     context.driver.handle(*(StepsRevoked(number, True, REPLACED) for number in workers))
-    incoming = context.driver.incoming
-    leases = [owner for owner in {*context.pool.owners(), *incoming.lease_owners()} if is_lease_of(engine, owner)]
-    for owner in leases:
-        context.leases.end(owner)
-    incoming.revoke(REPLACED, unwanted=True)
-    told = len(leases) + context.plans.reset(engine)
+    # Chosen before anything else has its turn: what the new weights hit stays.
+    leases, plans = context.leases.end_all(engine), context.plans.reset(engine)
+    yield
+    yield from context.handoffs.return_all()
+    told = (yield from leases) + (yield from plans)
+    context.driver.incoming.revoke(REPLACED, unwanted=True)
     log.info("engine_reset", engine=mine[0].name if mine else engine, steps=steps, leases=told)
     return {"steps": steps, "leases": told}
 

@@ -28,6 +28,7 @@ from layerflow.server.handlers.handoffs import end_handoff, keep_part, open_hand
 from layerflow.server.handlers.lookups import LookupHandler
 from layerflow.server.handlers.steps import open_step, report, step_refused, tell
 from layerflow.server.leases import lease_owner
+from layerflow.server.mailboxes import in_slices
 from layerflow.server.plans import is_lease_of
 from layerflow.server.recorder import session_note
 from layerflow.server.spans import answer_bytes, kept_bytes, trace_workers
@@ -230,7 +231,7 @@ class Handlers:
             case wire.Purge():
                 self._later(session, message, lambda: purge(context, session, tier=message.tier))
             case wire.Reset():
-                told = reset_engine(context, session.engine)
+                told = await in_slices(reset_engine(context, session.engine))
                 context.send(session, wire.Status(message.id, msgspec.json.encode(told)))
             case wire.OpenHandoff():
                 await open_handoff(context, session, message)
