@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layerflow.server.peers.share import LeaseShare
+from layerflow.server.share import LeaseShare
 
 
 def taken(share: LeaseShare, principal: str, *leases: int, nbytes: int = 10) -> None:

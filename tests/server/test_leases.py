@@ -27,7 +27,7 @@ from layerflow.server.incoming import IncomingFetches, IncomingFetchJob, Incomin
 from layerflow.server.leases import PINNED_BYTES, PINS_PER_TURN, Leases, lease_owner
 from layerflow.server.plans import PinnedHits
 from layerflow.wire import messages as wire
-from layerflow.wire.rights import HERE
+from layerflow.wire.rights import HERE, Rights, Role
 from server.support import Memory
 
 SHARE = 64 * ENTRY_BYTES
@@ -53,13 +53,13 @@ class World:
         self.pool.reserve([NewObject(key, HEADER_BYTES + 8, 1, 16) for key in self.keys], "writer")
         self.pool.commit(self.keys, "writer")
 
-    def client(self, address: object = "client", engine: str = "e") -> ClientSession:
+    def client(self, address: object = "client", engine: str = "e", rights: Rights = HERE) -> ClientSession:
         account = self.accounts.of(address)
         figures = SimpleNamespace(lookup_tokens=0, hit_tokens=0)
         told = SimpleNamespace(
             engine=engine,
             account=account,
-            rights=HERE,
+            rights=rights,
             spec=SPEC,
             number=len(self.accounts),
             resets=0,
@@ -358,3 +358,115 @@ def test_plans_of_an_engine_end_in_slices_and_those_told_meanwhile_stay() -> Non
     plans.opened("e", "r2", 8)  # a worker that is not among its own has used it
     assert [len(plans) for _ in ending] == [3, 2, 2]
     assert asker.account.entries == 2 and "r0" in asker.hit_leases
+
+
+# Leases of remote keys, which end where others find no room.
+
+ROOM = 32
+
+
+class Shared(World):
+    """Leases may pin half of the objects; each request is about eight of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        (self.nbytes,) = set(self.pool.unpinned(self.keys, "nobody"))
+        self.pool._lease_share = (ROOM + 0.5) * self.nbytes / self.pool.statistics().capacity_bytes
+        self.mine = self.client("mine")
+
+    def remote(self, key: str) -> ClientSession:
+        return self.client(key, f"e@{key}", Rights(frozenset({Role.LOOK}), (), key))
+
+    def ask(self, asker: ClientSession, eighth: int) -> int:
+        """Look up objects of one eighth of all: how many of them are leased then."""
+        digests, keys, self.digests = self.digests, self.keys[eighth * 8 : eighth * 8 + 8], self.digests[:]
+        self.digests = digests[eighth * 8 : eighth * 8 + 8]
+        try:
+            deque(self.look(asker, f"r{eighth}"))
+        finally:
+            self.digests = digests
+        owner = lease_owner(asker.engine, f"r{eighth}")
+        assert len(self.pool.unpinned(keys, owner)) == 8 - self.pool.pinned_by(owner)
+        return self.pool.pinned_by(owner)
+
+    def held(self, asker: ClientSession) -> int:
+        return sum(self.pool.pinned_by(lease_owner(asker.engine, f"r{eighth}")) for eighth in range(8))
+
+
+def test_hits_of_this_machines_engines_are_pinned_whatever_a_remote_key_leases() -> None:
+    world = Shared()
+    remote = world.remote("k")
+    assert [world.ask(remote, eighth) for eighth in range(5)] == [8, 8, 8, 8, 0], "alone it may lease all"
+    assert world.ask(world.mine, 4) == 8
+    assert world.held(remote) == 24 and not world.pool.pinned_by(lease_owner(remote.engine, "r0")), "its oldest ended"
+    assert [world.ask(world.mine, eighth) for eighth in (5, 6, 7)] == [8, 8, 8]
+    assert world.held(remote) == 0
+    assert world.ask(remote, 0) == 0 and world.held(world.mine) == 32
+    world.pool.validate()
+
+
+def test_another_key_leases_an_equal_part_and_no_more() -> None:
+    world = Shared()
+    one, other = world.remote("one"), world.remote("other")
+    assert [world.ask(one, eighth) for eighth in range(4)] == [8] * 4
+    assert [world.ask(other, eighth) for eighth in range(4, 8)] == [8, 8, 0, 0]
+    assert (world.held(one), world.held(other)) == (16, 16)
+    assert world.ask(one, 0) == 0, "while the other one wants some"
+
+
+def test_room_that_a_lease_has_made_is_not_for_its_key() -> None:
+    """It looks up again, in its turn, before the other lookup goes on."""
+    world = Shared()
+    remote = world.remote("k")
+    assert [world.ask(remote, eighth) for eighth in range(4)] == [8] * 4
+    digests = world.digests
+    world.digests = digests[32:40]
+    its = world.look(world.mine, "r4")
+    next(its)
+    world.digests = digests
+    assert world.held(remote) == 24
+    assert world.ask(remote, 0) == 0
+    deque(its)
+    assert world.held(world.mine) == 8
+
+
+def test_remote_keys_take_no_lease_of_this_machines_engines() -> None:
+    world = Shared()
+    assert [world.ask(world.mine, eighth) for eighth in range(4)] == [8] * 4
+    assert world.ask(world.remote("k"), 4) == 0 and world.held(world.mine) == 32
+
+
+def test_plans_of_remote_keys_leave_half_of_what_leases_may_pin() -> None:
+    world = Shared()
+    remote, plans = world.remote("k"), PinnedHits(world.pool, world.leases, lambda: 10.0)
+
+    def plan(asker: ClientSession, eighth: int) -> int:
+        world.pool.lease(world.keys[eighth * 8 : eighth * 8 + 8], "lookup", math.inf)
+        try:
+            charge = world.leases.charge_plan(asker, f"r{eighth}", "lookup")
+            return plans.keep(asker, f"r{eighth}", [7], "lookup", charge)
+        finally:
+            world.leases.end("lookup")
+
+    first, _ = plan(remote, 0), plan(remote, 1)
+    with pytest.raises(Refused, match="remote keys' plans"):
+        plan(remote, 2)
+    assert plan(world.mine, 3) and plan(world.mine, 4), "this machine's have all that is left"
+    plans.drop(remote.engine, first)
+    assert plan(remote, 0)
+    plans.reset(remote.engine)
+    deque(plans.reset(remote.engine))
+    world.leases.expire(0.0)
+    assert not world.leases._of_keys and world.leases._share.nbytes == world.leases._planned == 0
+
+
+async def test_what_a_remote_key_leases_is_counted_for_it_until_it_ends() -> None:
+    world = Shared()
+    remote = world.remote("k")
+    world.ask(remote, 0)
+    world.ask(remote, 0)
+    assert world.leases._share.nbytes == 8 * world.nbytes, "once, however often it is looked up"
+    world.close(remote, "k")
+    assert world.leases._share.nbytes == 8 * world.nbytes, "it outlives its client"
+    world.leases.end(lease_owner(remote.engine, "r0"))
+    assert world.leases._share.nbytes == 0 and not world.leases._owners

@@ -48,7 +48,8 @@ class _OwnPoolSettings(Section):
     lease_share: Real = setting(
         0.5,
         "Hits that wait for their step are pinned only while all that is pinned is within this share of the arena, so "
-        "that saves find room however many requests wait.",
+        "that saves find room however many requests wait. Leases of remote keys end where this machine's engines find "
+        "no room for theirs, or another key less than an equal part.",
         unit="of the arena",
         ge=0.01,
         le=1,

@@ -228,6 +228,29 @@ class Pool(Protocol):
         """How many objects these owners pin; what several pin counts once."""
         ...
 
+    def pinned_bytes_by(self, owner: Owner) -> int:
+        """The room of what an owner pins, in bytes."""
+        ...
+
+    def unpinned(self, keys: Sequence[bytes], owner: Owner) -> list[int]:
+        """Return the room, in bytes, of each complete object of these that an owner does not pin."""
+        ...
+
+    @property
+    def lease_bytes(self) -> float:
+        """Leases pin only while all that is pinned is within so many bytes."""
+        ...
+
+    @property
+    def pinned_bytes(self) -> int:
+        """The room of all that is pinned."""
+        ...
+
+    @property
+    def lets_go(self) -> bool:
+        """May some pins be left that were let go of?"""
+        ...
+
     def keys(self) -> list[bytes]:
         """Every complete object."""
         ...

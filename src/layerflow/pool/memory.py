@@ -400,6 +400,30 @@ class MemoryPool:
         pins = [mine for owner in owners if (mine := self._directory.pinned_by(owner))]
         return len(pins[0] if len(pins) == 1 else set().union(*pins))
 
+    def pinned_bytes_by(self, owner: Owner) -> int:
+        """The room of what an owner pins, in bytes."""
+        return sum([entry.room for entry in self._directory.pinned_by(owner)])
+
+    def unpinned(self, keys: Sequence[bytes], owner: Owner) -> list[int]:
+        """Return the room, in bytes, of each complete object of these that an owner does not pin."""
+        mine = self._directory.pinned_by(owner)
+        return [entry.room for entry in self._directory.find(keys) if entry is not None and entry not in mine]
+
+    @property
+    def lease_bytes(self) -> float:
+        """Leases pin only while all that is pinned is within so many bytes."""
+        return self._lease_share * self._slots.capacity_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """The room of all that is pinned."""
+        return self._directory.pinned_bytes
+
+    @property
+    def lets_go(self) -> bool:
+        """May some pins be left that were let go of?"""
+        return self._directory.lets_go
+
     def let_go(self, owner: Owner) -> None:
         """The owner's pins are its no more, and end in :meth:`expire`, however early it is told, or for their room."""
         self._directory.let_go(owner)
@@ -609,7 +633,7 @@ class MemoryPool:
         """Bytes that all pins may take where these are to be pinned; pins that are let go of end first for a lease."""
         if not lease:
             return math.inf
-        most, directory = self._lease_share * self._slots.capacity_bytes, self._directory
+        most, directory = self.lease_bytes, self._directory
         if directory.lets_go and directory.pinned_bytes + sum([e.room for e in there if not e.readers]) > most:
             self._end_let_go(len(there))
         return most

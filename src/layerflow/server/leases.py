@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
 
+from layerflow.places import NO_PLACE
 from layerflow.pool.base import Owner, Pool
 from layerflow.server.account import ENTRY_BYTES, Accounts, Charge, Refused
 from layerflow.server.clients import ClientSession
 from layerflow.server.incoming import IncomingObjects
 from layerflow.server.mailboxes import Slices
+from layerflow.server.share import LeaseShare
+from layerflow.system.numbers import ascending
 
 PINNED_BYTES = 64
 """What the pin of one object takes, in bytes: 36 to 54 in the table of its owner, by how full that is.
@@ -20,6 +25,19 @@ So does what is leased that is on its way, in a set: 32 to 66. The rest is withi
 
 PINS_PER_TURN = 1024
 """Pins that end before anything else may get its turn, some 0.4 ms: a hit of usual length ends in one."""
+
+
+WANTED_S = 1.0
+"""How long keys are held to their parts once somebody found no room, in seconds."""
+
+
+class _KeyLease(NamedTuple):
+    """What a lease of a remote key pins, in bytes, or a plan."""
+
+    key: str
+    number: int
+    nbytes: int
+    planned: bool
 
 
 def lease_owner(engine: str, request: str) -> tuple[str, str, str]:
@@ -32,6 +50,10 @@ class Leases:
 
     A lease outlives its client, for the engine's workers may load what it protects. What clients who have gone leave
     behind is counted together, for each key, or engine of this machine: what does not fit ends.
+
+    Where pins reach ``pool.lease_share``, leases of remote keys end for hits of this machine's engines, and for those
+    of another key up to an equal part: of whoever has most, the oldest. A plan ends for nobody, so that the plans of
+    all remote keys together may pin half of what leases may.
 
     :param soon: calls something on the loop's next round.
     """
@@ -49,6 +71,11 @@ class Leases:
         self._soon = soon
         self._charges: dict[Owner, Charge] = {}  #: exactly those that pin something, or will once it has come
         self._of_engine: dict[str, dict[Owner, None]] = {}  #: the same
+        self._of_keys: dict[Owner, _KeyLease] = {}  #: of remote keys, plans too
+        self._owners: dict[int, Owner] = {}  # of those that may end for others, by number
+        self._planned = 0  # bytes that the plans among them pin
+        self._numbers = ascending()
+        self._share = LeaseShare(lambda: pool.lease_bytes - (pool.pinned_bytes - self._share.nbytes))
         self._expired = -math.inf
         self._scheduled = False
         pool.listen_owners(self._released)
@@ -73,14 +100,20 @@ class Leases:
         self._count(owner, charge, asker)
         self._pool.transfer_pins(lookup, owner, until)
         self._incoming.transfer_lease(lookup, owner, until)
+        self._count_bytes(owner, asker.rights.key)
 
     def charge_plan(self, asker: ClientSession, request: str, lookup: Owner) -> Charge:
         """Count what a lookup and the request's lease pin for a plan, which takes their pins over next.
 
         :param lookup: the lookup's owner.
-        :raises Refused: that is more than the asker may keep; nothing has changed.
+        :raises Refused: that is more than the asker, or its key, may keep; nothing has changed.
         """
         owner = lease_owner(asker.engine, request)
+        if asker.rights.key:
+            nbytes = self._pool.pinned_bytes_by(owner) + self._pool.pinned_bytes_by(lookup)
+            most = self._pool.lease_bytes / 2
+            if self._planned + nbytes > most:
+                raise Refused("quota", f"request {request!r}: remote keys' plans may pin {most:.0f} bytes; load sooner")
         before, given = self._charges.get(owner), 0
         if before is not None:
             coming = self._incoming.leased_by(owner)  # stays the lease's
@@ -88,6 +121,10 @@ class Leases:
         pinned = self._pool.pinned_by(owner, lookup)
         what = f"request {request!r}: the plan of a hit"
         return asker.account.charge(what, pinned * PINNED_BYTES, giver=before, given=given)
+
+    def plan_kept(self, plan: Owner, asker: ClientSession) -> None:
+        """A plan has taken over what was charged for it."""
+        self._count_bytes(plan, asker.rights.key, planned=True)
 
     def from_plan(self, plan: Owner, charge: Charge, asker: ClientSession, request: str, until: float) -> None:
         """Make what a plan pins the request's lease until then, monotonic seconds.
@@ -104,6 +141,7 @@ class Leases:
             self._released(owner)
         else:
             self._leave(owner, asker.engine, _who(asker))
+        self._count_bytes(owner, asker.rights.key)
 
     def charge_left(self, asker: ClientSession, objects: int) -> Charge:
         """Count for an asker who has gone so many objects that somebody still reads, whether or not they fit."""
@@ -149,9 +187,64 @@ class Leases:
 
     def _released(self, owner: Owner) -> None:
         """It pins nothing any more, or has leased nothing more of what is on its way."""
+        if owner in self._of_keys and not self._pool.pinned_by(owner):
+            self._uncount_bytes(owner)
         if owner in self._charges and not self._held(owner):
             assert isinstance(owner, tuple)
             self._forget(owner, owner[1])
+
+    # Whose leases end for others ------------------------------------------------------------------
+
+    def pin(self, asker: ClientSession, keys: Sequence[bytes], lookup: Owner, until: float) -> bytes:
+        """Pin for a lookup what is here of these, as far as leases may; as :meth:`.MemoryPool.lease`."""
+        key = asker.rights.key
+        if key and self._share.is_held(key, time.monotonic()):
+            return NO_PLACE * len(keys)
+        return self._pool.lease(keys, lookup, until)
+
+    def make_room(self, asker: ClientSession, keys: Sequence[bytes], lookup: Owner) -> bool:
+        """Let a lease of a remote key end where not all of these could be pinned. Is it worth another try?"""
+        if not self._of_keys:
+            return False
+        key, short = asker.rights.key, self._pool.unpinned(keys, lookup)
+        if not short:
+            self._share.content(key)
+            return False
+        if key and self._share.is_held(key, time.monotonic()):
+            return False
+        if self._pool.lets_go:
+            return True
+        wanted = self._share.want(key, short, time.monotonic() + WANTED_S)
+        number = self._share.next_to_end(key, wanted) if wanted else None
+        if number is None:
+            return False
+        self.let_go(self._owners[number])
+        return True
+
+    def _count_bytes(self, owner: Owner, key: str, *, planned: bool = False) -> None:
+        """Count what a lease, or a plan, pins for the key of whoever has asked; "" = nobody's but this machine's."""
+        self._uncount_bytes(owner)
+        nbytes = self._pool.pinned_bytes_by(owner) if key else 0
+        if not nbytes:
+            return
+        lease = self._of_keys[owner] = _KeyLease(key, next(self._numbers), nbytes, planned)
+        self._share.pin(key, nbytes)
+        if planned:
+            self._planned += nbytes
+        else:
+            self._share.lend(key, lease.number, nbytes)
+            self._owners[lease.number] = owner
+
+    def _uncount_bytes(self, owner: Owner) -> None:
+        lease = self._of_keys.pop(owner, None)
+        if lease is None:
+            return
+        if lease.planned:
+            self._planned -= lease.nbytes
+        else:
+            del self._owners[lease.number]
+            self._share.withdraw(lease.key, lease.number)
+        self._share.free(lease.key, lease.nbytes, withdrawn=not lease.planned)
 
     # What ends -----------------------------------------------------------------------------------
 

@@ -105,6 +105,7 @@ class PinnedHits:
             self._end(min(unused, key=lambda other: other.number))
         for giver in (owner, lease_owner(plan.engine, request)):
             self._pool.transfer_pins(giver, plan.owner, math.inf)
+        self._leases.plan_kept(plan.owner, asker)
         asker.hit_leases[request] = math.inf
         self._plans[plan.number] = plan
         charge.on_end(functools.partial(self._asker_gone, plan))

@@ -289,12 +289,16 @@ class LookupHandler:
         spec = session.spec if hit.drafts else session.spec.own
         if not (hit.tokens or hit.tails):
             return b"", b""
-        pool, sources, message = self._context.pool, self._context.sources, asked.message
+        leases, sources, message = self._context.leases, self._context.sources, asked.message
         # Many lookups may have waited, for one hand-off or save: each lease is counted where it is made.
         check_leases(session, message.request, self._context.settings().max_leases)
         packed: list[bytes] = []
         for keys in hit_keys(spec, asked.digests, hit):
-            packed.append(pool.lease(keys, owner, until))
+            places_here = leases.pin(session, keys, owner, until)
+            while leases.make_room(session, keys, owner):
+                await next_turn()
+                places_here = leases.pin(session, keys, owner, until)
+            packed.append(places_here)
             if sources is not None:
                 self._context.driver.incoming.lease(keys, owner, until)
             await next_turn()

@@ -37,7 +37,7 @@ from layerflow.server.handoffs.handoff import HandoffRecord, HandoffStatus, mode
 from layerflow.server.handoffs.registry import Handoffs
 from layerflow.server.incoming import IncomingSaves
 from layerflow.server.mailboxes import Answer, Mailboxes, Work, at_once, next_turn
-from layerflow.server.peers.share import LeaseShare
+from layerflow.server.share import LeaseShare
 from layerflow.server.tier.host import HostProcess
 from layerflow.spec import GroupSpec, ModelSpec, Shard
 from layerflow.system.numbers import ascending

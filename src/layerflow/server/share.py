@@ -1,6 +1,6 @@
-"""How the share of the arena that leases of peers may pin is divided among the readers' keys.
+"""How the share of the arena that leases may pin is divided among keys: those of peers, and those of hits.
 
-The readers of one key may lease all of it while nobody else wants any. Past an equal part they are lent nothing more
+The clients of one key may lease all of it while nobody else wants any. Past an equal part they are lent nothing more
 while another key wants some, and their leases end for it: those first that were never renewed, which nobody reads.
 """
 
@@ -92,9 +92,15 @@ class LeaseShare:
 
     def left(self, principal: str, now: float) -> float:
         """What the leases of a principal may pin in addition."""
+        return min(self.room_left, self._part_left(principal)) if self._others_want(principal, now) else self.room_left
+
+    def is_held(self, principal: str, now: float) -> bool:
+        """Do others want some, where the leases of a principal pin an equal part already?"""
+        return self._others_want(principal, now) and self._part_left(principal) <= 0
+
+    def _others_want(self, principal: str, now: float) -> bool:
         self._wants = {each: until for each, until in self._wants.items() if until > now}
-        others_want = bool(self._wants.keys() - {principal})
-        return min(self.room_left, self._part_left(principal)) if others_want else self.room_left
+        return bool(self._wants.keys() - {principal})
 
     def want(self, principal: str, sizes: Iterable[int], until: float) -> int:
         """A principal wants objects of these sizes, and nothing is left for them.
