@@ -8,6 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import structlog
@@ -60,6 +61,23 @@ if TYPE_CHECKING:
     from layerflow.server.sources import ObjectSources
 
 
+REVOKED_PER_TURN = 512
+"""Objects that lost sessions were saving and that are given back before anything else may get its turn."""
+
+
+@dataclass(slots=True)
+class _LostSaves:
+    """What a step of a lost session was saving.
+
+    :param book: of the step; None = all of it is given back, and its owner has nothing.
+    """
+
+    owner: Owner
+    book: StepRecord | None = None
+    keys: list[bytes] = field(default_factory=list)
+    reason: str = ""
+
+
 class Driver:
     """The core, the pool, and the books of open steps.
 
@@ -98,7 +116,9 @@ class Driver:
         self._timer: asyncio.TimerHandle | None = None
         self._wake: float | None = None
         self._handling = False
-        self._losing = False
+        self._losing: int | None = None  # the session that the core is being told of as lost
+        self._lost_saves: deque[_LostSaves] = deque()
+        self._revokes_later = False
         self._later: deque[Event] = deque()
         self._log = structlog.get_logger("layerflow.server.driver")
 
@@ -145,9 +165,11 @@ class Driver:
                 except InvalidTransition as error:
                     refused = refused or error
                     continue
-                self._losing = isinstance(event, SessionLost)
+                self._losing = event.session if isinstance(event, SessionLost) else None
                 for command in commands:
                     self._obey(command)
+                if self._lost_saves and not self._revokes_later:
+                    self._revoke_some()
                 if self.flow.paused:
                     self._flush()
                     os.sched_yield()  # the thread that sends may be waiting for this core
@@ -199,7 +221,8 @@ class Driver:
         self._granted_at.pop(session, None)
 
     def close(self) -> None:
-        """Stop the timer."""
+        """Stop the timer, and what is put off."""
+        self._lost_saves.clear()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -244,7 +267,10 @@ class Driver:
                 # A step without loads has no LoadsDone, and may have pinned what turned out to be of no use.
                 owner = self._books.pop((command.session, command.step)).owner
                 self._unpin(owner)
-                self._pool.drop_owner(owner)
+                if command.session == self._losing:
+                    self._lost_saves.append(_LostSaves(owner))
+                else:
+                    self._pool.drop_owner(owner)
                 self._notice(command.session).finished.append(command.step)
                 self._step_done(command)
             case Arrived() | RoomFreed() | LayersStored():
@@ -259,7 +285,7 @@ class Driver:
 
     def _unpin(self, owner: Owner) -> None:
         """A step's pins end; of a session that is lost all steps do in this turn, and their pins in later ones."""
-        if self._losing:
+        if self._losing is not None:
             self.let_go(owner)
         else:
             self._pool.release(owner)
@@ -280,10 +306,11 @@ class Driver:
     def _stored(self, command: Commit | Revoke, committed: bool, reason: str) -> None:
         step = (command.session, command.step)
         book = self._books[step]
-        if not book.direct:
-            self._commit_or_revoke(
-                step, book, [key for part in command.parts for key in book.save_keys[part]], committed, reason
-            )
+        keys = [] if book.direct else [key for part in command.parts for key in book.save_keys[part]]
+        if command.session == self._losing and not committed:
+            self._lost_saves.append(_LostSaves(book.owner, book, keys, reason))
+        elif not book.direct:
+            self._commit_or_revoke(step, book, keys, committed, reason)
         if reason == SHED:
             self._metrics.saves_shed(len(command.parts))
         elif not committed:
@@ -316,12 +343,35 @@ class Driver:
             if self.sources is not None:
                 self.sources.committed(step, keys)
         else:
-            self.follows.revoke_reservations(keys, book.owner, reason)
-            if self.handoffs is not None:
-                self.handoffs.lost(keys, reason)
-            if book.in_turns:
-                for key in keys:
-                    self.unclaimed.add(key)
+            self._revoke(book, keys, reason)
+
+    def _revoke(self, book: StepRecord, keys: list[bytes], reason: str) -> None:
+        self.follows.revoke_reservations(keys, book.owner, reason)
+        if self.handoffs is not None:
+            self.handoffs.lost(keys, reason)
+        if book.in_turns:
+            for key in keys:
+                self.unclaimed.add(key)
+
+    def _revoke_some(self) -> None:
+        """Give back some of what lost sessions were saving; until then nobody has its room, or saves the same."""
+        self._revokes_later, left = False, REVOKED_PER_TURN
+        try:
+            while self._lost_saves and left > 0:
+                lost = self._lost_saves[0]
+                few = lost.keys[-left:]
+                del lost.keys[-left:]
+                left -= len(few) + 1
+                if not lost.keys:
+                    self._lost_saves.popleft()
+                if lost.book is None:
+                    self._pool.drop_owner(lost.owner)
+                elif few:
+                    self._revoke(lost.book, few, lost.reason)
+        finally:
+            if self._lost_saves:
+                self._revokes_later = True
+                asyncio.get_running_loop().call_soon(self._revoke_some)
 
     def _grant(self, session: int) -> Grant:
         grant = self._grants.get(session)
