@@ -225,6 +225,7 @@ def test_saves_that_begin_within_the_grace_take_as_long_as_any(arena: Arena, all
     assert handoff.status is HandoffStatus.OPEN
     arena.pool.commit(prompt.keys, ("step", 1, 1))
     arena.handoffs.stored(prompt.keys, 12.0)
+    arena.turns()
     assert handoff.status is HandoffStatus.COMPLETE
 
 
@@ -245,6 +246,7 @@ def test_room_of_one_that_is_over_is_kept_for_another_engines(arena: Arena, ende
         assert second.story() == f"failed: its engine ended it and did not save {COUNT} of its objects"
     else:
         arena.store("second", prompt, engine="Q")
+        arena.turns()
         assert second.status is HandoffStatus.COMPLETE
         arena.handoffs.release("second", 0.0)
     arena.turns()
@@ -518,3 +520,41 @@ def test_one_that_is_to_end_is_not_complete_in_between_and_takes_no_room_again(a
     arena.turns()
     assert states(arena, *names) == [HandoffStatus.FAILED] * MANY
     assert arena.handoffs.statistics().completed == 0
+
+
+def test_many_hand_offs_of_what_is_stored_hear_of_it_in_turns_and_nothing_takes_it_meanwhile(arena: Arena) -> None:
+    """One prompt, handed over to many decoders, and saved by one step."""
+    prompt = Prompt(8)
+    names = [str(number) for number in range(MANY)]
+    for name in names:
+        assert arena.open(name, prompt) == ""
+    assert len(arena.take([*prompt.all.values()])) == 8
+    arena.pool.commit(prompt.keys, ("step", 1, 1))
+    arena.handoffs.stored(prompt.keys, 0.0)
+    first = arena.handoffs.get("0")
+    assert first is not None and len(first.pending) == 7, "one pair of the work"
+    arena.handoffs._look_for_others(first, 0.0)
+    for name in names:
+        arena.handoffs.end(name, "P", prompt.tokens, "", 0.0)
+    arena.handoffs.release(names[-1], 0.0)
+    full = arena.pool.reserve([NewObject(os.urandom(24), NBYTES, 1, 16) for _ in range(4 * COUNT)], "saves")
+    assert full[-1].outcome is ReserveStatus.FULL and all(arena.pool.lookup(prompt.keys))
+    assert arena.turns() >= 8 * (MANY - 1)
+    assert states(arena, *names) == [HandoffStatus.COMPLETE] * (MANY - 1) + [HandoffStatus.RELEASED]
+    assert all(arena.pool.pinned_by(handoff.owner) == 8 for handoff in arena.handoffs.live())
+    assert len(arena.pool.owners()) == MANY - 1
+    arena.pool.validate()
+
+
+def test_what_others_bring_has_come_where_its_hand_off_has_not_heard_of_it_yet(arena: Arena) -> None:
+    prompt = Prompt(8)
+    arena.pool.reserve([*prompt.all.values()], "fetch")
+    assert arena.open("h", prompt) == ""
+    handoff = arena.handoffs.get("h")
+    assert handoff is not None and handoff.stored_by_others == set(prompt.keys)
+    arena.handoffs.end("h", "P", prompt.tokens, "", 0.0)
+    arena.pool.commit(prompt.keys, "fetch")
+    arena.handoffs.expire(0.0)
+    assert handoff.status is HandoffStatus.OPEN
+    arena.turns()
+    assert handoff.status is HandoffStatus.COMPLETE

@@ -48,6 +48,53 @@ _ENDED = object()
 log = structlog.get_logger("layerflow.server.handoffs")
 
 
+class _Turns:
+    """Work that is done one after the other: what is little at once, else in turns with the rest of the loop."""
+
+    def __init__(self, soon: Callable[[Callable[[], None]], object]) -> None:
+        self._soon = soon
+        self._work: deque[Slices[None]] = deque()
+        self._scheduled = False
+
+    @property
+    def busy(self) -> bool:
+        """Is some of it not done?"""
+        return bool(self._work)
+
+    def add(self, work: Slices[None]) -> None:
+        """Do this behind what is put off already."""
+        self._work.append(work)
+        if len(self._work) == 1 and not self._scheduled:
+            self._turn()
+
+    def do_all(self) -> Slices[None]:
+        """Do all that is put off, in slices."""
+        while self._work:
+            self._do_piece()
+            yield
+
+    def _turn(self) -> None:
+        self._scheduled = False
+        until = time.monotonic() + SLICE_S
+        try:
+            while self._work:
+                self._do_piece()
+                if time.monotonic() >= until:
+                    break
+        finally:
+            if self._work and not self._scheduled:
+                self._scheduled = True
+                self._soon(self._turn)
+
+    def _do_piece(self) -> None:
+        ended = True  # also where it raises
+        try:
+            ended = next(self._work[0], _ENDED) is _ENDED
+        finally:
+            if ended:
+                self._work.popleft()
+
+
 class Handoffs:
     """All hand-offs of a server. `now` is monotonic seconds.
 
@@ -81,8 +128,7 @@ class Handoffs:
         self._stored_by_others: dict[HandoffRecord, None] = {}  # some of whose objects others bring
         self._to_end: set[HandoffRecord] = set()  # live ones whose end is put off for a few turns
         self._over: deque[HandoffRecord] = deque()
-        self._returning: deque[Slices[None]] = deque()
-        self._returns_later = False
+        self._returning, self._notes = _Turns(soon), _Turns(soon)
         self._telling: deque[tuple[HandoffRecord, Iterator[Told]]] = deque()  # watchers to be told, in order
         self._waiting: dict[bytes, list[HandoffRecord]] = {}
         self._log_limit = LogRateLimiter()
@@ -399,18 +445,29 @@ class Handoffs:
     # What becomes of its objects -----------------------------------------------------------------
 
     def stored(self, keys: Iterable[bytes], now: float) -> None:
-        """Note that these are whole in the arena."""
-        if not self._waiting:
-            return
-        for key in keys:
-            for handoff in self._waiting.pop(key, ()):
-                if not self._waits(handoff, key):
-                    continue
-                handoff.pending.discard(key)
-                self._drop_room(handoff, key)
-                handoff.stored_by_others.discard(key)
-                self._pool.hold([key], handoff.owner, math.inf)
-                self._complete_if_done(handoff, now)
+        """Note that these are whole in the arena: nothing takes them from there any more; hand-offs hear in turns."""
+        waiting = [(key, self._waiting.pop(key)) for key in keys if key in self._waiting]
+        if waiting:
+            owner: Owner = ("stored", next(self._serials))
+            self._pool.hold([key for key, _ in waiting], owner, math.inf)
+            self._notes.add(self._note_stored(waiting, owner, now))
+
+    def _note_stored(
+        self, waiting: Sequence[tuple[bytes, Sequence[HandoffRecord]]], owner: Owner, now: float
+    ) -> Slices[None]:
+        try:
+            for key, handoffs in waiting:
+                for handoff in handoffs:
+                    if self._waits(handoff, key):
+                        handoff.pending.discard(key)
+                        self._drop_room(handoff, key)
+                        handoff.stored_by_others.discard(key)
+                        self._pool.hold([key], handoff.owner, math.inf)
+                        self._complete_if_done(handoff, now)
+                    yield
+                self._pool.release(owner, [key])
+        finally:
+            self._pool.release(owner)
 
     def lost(self, keys: Iterable[bytes], reason: str) -> None:
         """Note that these were being saved, and this save of them was given up.
@@ -498,7 +555,7 @@ class Handoffs:
             return
         here = [key for key, there in zip(stored_by_others, self._pool.lookup(stored_by_others), strict=True) if there]
         self.stored(here, now)
-        gone = [key for key in handoff.stored_by_others if self._pool.writer(key) is None]
+        gone = [key for key in handoff.stored_by_others.difference(here) if self._pool.writer(key) is None]
         if gone:
             self._keep_again(
                 handoff, gone, f"{len(gone)} of its objects did not come: their save or fetch was given up"
@@ -538,7 +595,7 @@ class Handoffs:
             handoff.enter(HandoffStatus.COMPLETE)
             self._live.set(handoff, now + handoff.lease_s)
             self._share.completed(handoff, len(self._live))
-            self._later(self._uncount(handoff))
+            self._returning.add(self._uncount(handoff))
             self._counts["completed"] += 1
             log.debug("handoff_complete", handoff=handoff.name, claims=handoff.claims)
             self._tell(handoff)
@@ -557,7 +614,7 @@ class Handoffs:
         """End many, in turns. From now on none of them takes note of what is stored or lost, nor becomes complete."""
         if handoffs:
             self._to_end.update(handoffs)
-            self._later(self._ending(handoffs, status, reason))
+            self._returning.add(self._ending(handoffs, status, reason))
 
     def _ending(self, handoffs: Sequence[HandoffRecord], status: HandoffStatus, reason: str) -> Slices[None]:
         for handoff in handoffs:
@@ -574,7 +631,7 @@ class Handoffs:
         self._stored_by_others.pop(handoff, None)
         self._share.over(handoff)
         why = f"hand-off {handoff.name!r} {handoff.story()}"
-        self._later(self._give_all_back(handoff, why, was_open=was_open))
+        self._returning.add(self._give_all_back(handoff, why, was_open=was_open))
         self._over.append(handoff)
         if len(self._over) > REMEMBERED:
             oldest = self._over.popleft()
@@ -635,40 +692,12 @@ class Handoffs:
     @property
     def returning(self) -> bool:
         """Are hand-offs still to be ended, or is some of what those kept that are over still to be given back?"""
-        return bool(self._returning)
-
-    def _later(self, work: Slices[None]) -> None:
-        """Do this behind what is given back already: now, if it is little, else in turns with the rest of the loop."""
-        self._returning.append(work)
-        if len(self._returning) == 1 and not self._returns_later:
-            self._return_some()
-
-    def _return_some(self) -> None:
-        self._returns_later = False
-        until = time.monotonic() + SLICE_S
-        try:
-            while self._returning:
-                self._return_piece()
-                if time.monotonic() >= until:
-                    break
-        finally:
-            if self._returning and not self._returns_later:
-                self._returns_later = True
-                self._soon(self._return_some)
+        return self._returning.busy
 
     def return_all(self) -> Slices[None]:
-        """End what is to end, and give back all that is still to be given back: for somebody who waits for it."""
-        while self._returning:
-            self._return_piece()
-            yield
-
-    def _return_piece(self) -> None:
-        ended = True  # also where it raises
-        try:
-            ended = next(self._returning[0], _ENDED) is _ENDED
-        finally:
-            if ended:
-                self._returning.popleft()
+        """Do what is put off: for somebody who waits for room, or for the end of hand-offs."""
+        yield from self._notes.do_all()
+        yield from self._returning.do_all()
 
     def _begin(self, name: str, due: float) -> HandoffRecord:
         handoff = self._by_name[name] = HandoffRecord(name, next(self._serials))
