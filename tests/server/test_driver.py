@@ -17,6 +17,7 @@ from layerflow.flow.events import (
     SessionOpened,
     StepClosed,
     StepOpened,
+    Tick,
 )
 from layerflow.objects import HEADER_BYTES
 from layerflow.observe.metrics import Metrics
@@ -82,6 +83,7 @@ async def test_what_a_lost_session_was_saving_is_given_back_in_turns() -> None:
     driver = Driver(pool, Limits(), Metrics(), lambda *_: None, lambda _: None)
     driver.let_go = pool.let_go
     handoffs: Any = Mock()
+    handoffs.lost.side_effect = lambda *_: driver.emit([Tick()])  # as where a hand-off's room is given up for it
     driver.handoffs = handoffs
     sizes = [4 * REVOKED_PER_TURN, *[8] * 100]
     steps = [[f"{step:04}{number:020}".encode() for number in range(size)] for step, size in enumerate(sizes)]

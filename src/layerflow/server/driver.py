@@ -118,7 +118,7 @@ class Driver:
         self._handling = False
         self._losing: int | None = None  # the session that the core is being told of as lost
         self._lost_saves: deque[_LostSaves] = deque()
-        self._revokes_later = False
+        self._revokes = False
         self._later: deque[Event] = deque()
         self._log = structlog.get_logger("layerflow.server.driver")
 
@@ -168,7 +168,7 @@ class Driver:
                 self._losing = event.session if isinstance(event, SessionLost) else None
                 for command in commands:
                     self._obey(command)
-                if self._lost_saves and not self._revokes_later:
+                if self._lost_saves and not self._revokes:
                     self._revoke_some()
                 if self.flow.paused:
                     self._flush()
@@ -355,7 +355,7 @@ class Driver:
 
     def _revoke_some(self) -> None:
         """Give back some of what lost sessions were saving; until then nobody has its room, or saves the same."""
-        self._revokes_later, left = False, REVOKED_PER_TURN
+        self._revokes, left = True, REVOKED_PER_TURN  # also for what this tells the core
         try:
             while self._lost_saves and left > 0:
                 lost = self._lost_saves[0]
@@ -369,8 +369,8 @@ class Driver:
                 elif few:
                     self._revoke(lost.book, few, lost.reason)
         finally:
-            if self._lost_saves:
-                self._revokes_later = True
+            self._revokes = bool(self._lost_saves)
+            if self._revokes:
                 asyncio.get_running_loop().call_soon(self._revoke_some)
 
     def _grant(self, session: int) -> Grant:
