@@ -472,6 +472,21 @@ def test_one_that_makes_room_while_it_is_being_opened_says_so(arena: Arena) -> N
     assert not arena.handoffs._share._parts
 
 
+def test_objects_that_engines_of_two_models_name_alike_are_given_back_as_they_were_counted(arena: Arena) -> None:
+    """A client chooses the digests: what one engine stores in 4 KiB another one would in 8."""
+    small, large = Prompt(8), Prompt(8)
+    large.keys, large.all = small.keys, {key: NewObject(key, 2 * NBYTES, 1, 16, b"") for key in small.keys}
+    assert arena.open("small", small) == ""
+    arena.store("small", small)
+    arena.turns()
+    assert arena.open("large", large, engine="Q") == ""
+    assert arena.kept == 8 * NBYTES
+    for name in ("small", "large"):
+        arena.handoffs.release(name, 0.0)
+    arena.turns()
+    assert arena.kept == 0 and not arena.handoffs._share._parts and not arena.pool.statistics().pinned
+
+
 # Many that end together.
 
 MANY = 40

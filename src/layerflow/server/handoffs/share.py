@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from layerflow.pool.base import NewObject
 from layerflow.server.handoffs.handoff import REMEMBERED, HandoffRecord, HandoffStatus
@@ -23,19 +23,26 @@ class PinnedObjects:
     def __init__(self) -> None:
         self.nbytes = 0
         self._keepers: Counter[bytes] = Counter()
+        self._sizes: dict[bytes, int] = {}  # as counted: an engine of another model may name an object of another size
+
+    def __len__(self) -> int:
+        return len(self._keepers)
 
     def add(self, objects: Mapping[bytes, NewObject]) -> None:
         """Count these for one more hand-off."""
-        self.nbytes += self.more(objects)
+        for key, new in objects.items():
+            if key not in self._sizes:
+                self._sizes[key] = new.nbytes
+                self.nbytes += new.nbytes
         self._keepers.update(objects.keys())
 
-    def discard(self, objects: Mapping[bytes, NewObject]) -> None:
+    def discard(self, objects: Iterable[bytes]) -> None:
         """Stop counting these for one hand-off."""
-        for key, new in objects.items():
+        for key in objects:
             self._keepers[key] -= 1
             if not self._keepers[key]:
                 del self._keepers[key]
-                self.nbytes -= new.nbytes
+                self.nbytes -= self._sizes.pop(key)
 
     def more(self, objects: Mapping[bytes, NewObject]) -> int:
         """Return how much would be kept in addition if these objects were."""
@@ -132,7 +139,7 @@ class HandoffShare:
         self._forget_unused(handoff.key, part)
 
     def _forget_unused(self, key: str, part: _Part) -> None:
-        if not (part.kept.nbytes or part.opened):
+        if not (part.kept or part.opened):
             del self._parts[key]
 
     # Who may keep more ---------------------------------------------------------------------------
