@@ -406,7 +406,8 @@ def test_who_waits_for_writes_hears_of_their_end_whatever_it_was(world):
     ended: list[str] = []
 
     def wait(what: str, *names: int) -> None:
-        world.writes.when_ended([key(name) for name in names], lambda: ended.append(what))
+        writes = world.writes.writing([key(name) for name in names])
+        world.writes.when_ended(writes, lambda: ended.append(what))
 
     wait("unknown", 9)
     assert ended == ["unknown"], "nothing of it is on its way"
@@ -429,7 +430,7 @@ def test_who_waits_for_a_write_that_is_shed_or_never_begins_hears_of_it():
     ended: list[int] = []
     for step in (1, 2):
         world.save(step, step=step)
-        world.writes.when_ended([key(step)], lambda step=step: ended.append(step))
+        world.writes.when_ended(world.writes.writing([key(step)]), lambda step=step: ended.append(step))
     assert ended == []
     world.store(1, step=1)
     assert ended == [1] and world.writes.shed_objects == 1
@@ -441,7 +442,8 @@ def test_who_waits_for_writes_no_longer_is_not_kept_until_they_end(world):
     ended: list[int] = []
     world.save(1)
     world.save(2, step=2)
-    forgets = [world.writes.when_ended([key(1 + n % 2)], lambda n=n: ended.append(n)) for n in range(100)]
+    writes = [world.writes.writing([key(name)]) for name in (1, 2)]
+    forgets = [world.writes.when_ended(writes[n % 2], lambda n=n: ended.append(n)) for n in range(100)]
     for forget in forgets[1:]:
         forget()
     assert len(world.writes._waiters) == 1, "of the first one's job alone"
@@ -449,3 +451,45 @@ def test_who_waits_for_writes_no_longer_is_not_kept_until_they_end(world):
     world.store(step=2)
     world.write_all()
     assert ended == [0] and not world.writes._waiters
+
+
+class Counted(bytes):
+    """A key that counts how often one of them is looked for."""
+
+    looked_for = 0
+
+    def __hash__(self) -> int:
+        Counted.looked_for += 1
+        return bytes.__hash__(self)
+
+    __eq__ = bytes.__eq__
+
+
+def test_what_an_object_waits_for_is_found_without_a_look_at_the_others():
+    world = World()
+    for step in range(100):
+        objects = [NewObject(Counted(key(100 * step + at)), NBYTES, 2, 32) for at in range(100)]
+        placed = [(one, 0) for one in objects]
+        world.writes.plan((7, step), "engine", 0, layers=LAYERS, placed=placed, parts=range(100))
+    Counted.looked_for = 0
+    first, last = world.writes.writing([key(0)]), world.writes.writing([key(9999), key(9950), key(10_000)])
+    assert len(first) == len(last) == 1 and first != last
+    assert Counted.looked_for == 0
+
+
+def test_an_object_that_two_writes_carry_is_waited_for_until_both_have_ended(world):
+    ended: list[str] = []
+    world.save(1)
+    world.pool.revoke([key(1)], ("step", *STEP))
+    world.save(1, step=2)
+    writes = world.writes.writing([key(1)])
+    assert len(writes) == 2
+    world.writes.when_ended(writes, lambda: ended.append("both"))
+    world.store(step=2)
+    world.write_all()
+    assert ended == [] and len(world.writes.writing([key(1)])) == 1
+    world.emit([SessionLost(STEP[0])])
+    assert ended == ["both"] and not world.writes.writing([key(1)])
+    assert not world.writes._by_key
+    world.writes.when_ended(writes, lambda: ended.append("over"))
+    assert ended == ["both", "over"], "what has ended is not waited for"

@@ -49,6 +49,10 @@ from layerflow.wire import messages as wire
 
 log = structlog.get_logger("layerflow.server.handlers.lookups")
 
+KEPT_WRITE_BYTES = 256
+"""What a lookup keeps of a write that it waits for, in bytes: its number in a set, and its place among those who wait.
+"""
+
 MOST_SEARCHES = 3
 """How often a lookup starts over because objects were evicted between its slices."""
 
@@ -150,15 +154,15 @@ class LookupHandler:
             context.send(session, wire.Found(message.id, 0, []))
             return
         digests = [*digests, message.tail] if message.tail else digests
-        keys: list[bytes] = []
+        writes: set[int] = set()
         for start in range(0, len(digests), DIGESTS_PER_SLICE):
-            keys += prompt_keys(spec, digests[start : start + DIGESTS_PER_SLICE])
+            writes |= tier.writing(prompt_keys(spec, digests[start : start + DIGESTS_PER_SLICE]))
             await next_turn()
         del digests  # read again behind the wait
-        with session.account.charge(waiting(message), kept_bytes(message) + len(keys) * KEPT_KEY_BYTES) as charge:
+        with session.account.charge(waiting(message), kept_bytes(message) + len(writes) * KEPT_WRITE_BYTES) as charge:
             written = Answer[None](charge)
-            forget = tier.when_written(keys, functools.partial(written.tell, None))
-            del keys
+            forget = tier.when_written(writes, functools.partial(written.tell, None))
+            del writes
             try:
                 await written.by(time.monotonic() + message.written_ms / 1e3, None)
             finally:

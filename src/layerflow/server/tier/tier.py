@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -419,9 +419,13 @@ class Tier:
         """Note that these are whole in the arena."""
         self._writes.committed(step, keys)
 
-    def when_written(self, keys: Sequence[bytes], on_done: Callable[[], None]) -> Callable[[], None]:
-        """Call `on_done` once none of `keys` is on its way into the tier any more; see :meth:`Writes.when_ended`."""
-        return self._writes.when_ended(keys, on_done)
+    def writing(self, keys: Sequence[bytes]) -> set[int]:
+        """The writes, by number, with which some of `keys` are on their way into the tier."""
+        return self._writes.writing(keys)
+
+    def when_written(self, writes: Iterable[int], on_done: Callable[[], None]) -> Callable[[], None]:
+        """Call `on_done` once all of these have ended; see :meth:`Writes.when_ended`."""
+        return self._writes.when_ended(writes, on_done)
 
     # The host ------------------------------------------------------------------------------------
 

@@ -79,6 +79,7 @@ class Writes:
         self._failed = failed
         self._jobs: dict[int, WriteJob] = {}
         self._by_step: dict[StepKey, list[WriteJob]] = {}
+        self._by_key: dict[bytes, tuple[int, ...]] = {}  # jobs, of what is neither lost nor written: nearly always one
         self._numbers = ascending()
         self._ended = anyio.Event()
         self._waiters: Waiters[int] = Waiters()  # for jobs, by number
@@ -120,6 +121,10 @@ class Writes:
         job = WriteJob(next(self._numbers), step, layers, list(placed), positions)
         self._jobs[job.number] = job
         self._by_step.setdefault(step, []).append(job)
+        alone = (job.number,)
+        for key in positions:
+            before = self._by_key.get(key)
+            self._by_key[key] = alone if before is None else before + alone
         items = tuple(Item((new.nbytes - HEADER_BYTES) // layers, new.blocks) for new, _ in placed)
         return WriteOpened(job.number, source, *step, group, items, tuple(parts))
 
@@ -155,7 +160,7 @@ class Writes:
             return
         for failure in message.failed:
             key = job.placed[failure.position][0].key
-            if job.positions.pop(key, None) is not None:
+            if self._remove(job, key):
                 self._failed(key, failure.outcome, failure.reason)
         done = tuple((failure.position, failure.reason) for failure in message.failed)
         self._emit([CallDone(Hop.WRITE, message.call, done)])
@@ -180,32 +185,49 @@ class Writes:
             case TransferDone():
                 self._end(self._jobs.pop(command.transfer))
 
-    def when_ended(self, keys: Iterable[bytes], on_done: Callable[[], None]) -> Callable[[], None]:
-        """Call `on_done` once none of these is on its way any more, whatever became of it; perhaps at once.
+    def writing(self, keys: Iterable[bytes]) -> set[int]:
+        """The writes, by number, with which some of these are on their way."""
+        jobs: set[int] = set()
+        for key in keys:
+            jobs.update(self._by_key.get(key, ()))
+        return jobs
 
+    def when_ended(self, writes: Iterable[int], on_done: Callable[[], None]) -> Callable[[], None]:
+        """Call `on_done` once all of these have ended, whatever became of their objects; perhaps at once.
+
+        :param writes: by number, as of :meth:`writing`.
         :returns: see :meth:`.Waiters.wait`.
         """
-        wanted = set(keys)
-        jobs = [job.number for job in self._jobs.values() if not wanted.isdisjoint(job.positions)]
-        return self._waiters.wait(jobs, on_done)
+        return self._waiters.wait((number for number in writes if number in self._jobs), on_done)
 
     def _publish(self, job: WriteJob, objects: Sequence[int]) -> None:
         self.written_at = time.monotonic()
         for position in objects:
             new, _ = job.placed[position]
-            del job.positions[new.key]
+            self._remove(job, new.key)
             self.written_objects += 1
             self.written_bytes += new.nbytes
             self._written(new)
 
     def _give_up(self, job: WriteJob, command: ObjectsLost) -> None:
-        known = [at for at in command.objects if job.positions.pop(job.placed[at][0].key, None) is not None]
+        known = [at for at in command.objects if self._remove(job, job.placed[at][0].key)]
         if command.reason == SHED:
             self.shed_objects += len(known)
         if job.begun and known:
             self._send(wire.Drop(job.number, pack_u32(known)))
 
+    def _remove(self, job: WriteJob, key: bytes) -> bool:
+        """An object is lost or written; False = it has been already."""
+        if job.positions.pop(key, None) is None:
+            return False
+        others = tuple(number for number in self._by_key.pop(key) if number != job.number)
+        if others:
+            self._by_key[key] = others
+        return True
+
     def _end(self, job: WriteJob) -> None:
+        for key in list(job.positions):
+            self._remove(job, key)
         mine = self._by_step[job.step]
         mine.remove(job)
         if not mine:
