@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import time
 import weakref
@@ -127,6 +128,7 @@ async def test_what_waits_for_an_answer_holds_up_nothing_else_of_its_client(acco
     assert not pending.busy and account(1).entries == 1
     answers[0].tell("told")
     answers[0].tell("told twice")
+    await run(pending)
     assert log == ["b.", "a told"]
     assert account(1).nbytes == account(1).entries == 0
 
@@ -144,6 +146,94 @@ async def test_an_answer_goes_on_behind_what_its_client_has_waiting(
     assert log == ["b0"]
     await run(pending)
     assert log == ["b0", "b1", "b.", "a told"]
+
+
+async def test_what_many_wait_for_is_told_in_one_turn_and_they_go_on_in_turns_with_others(
+    monkeypatch: pytest.MonkeyPatch, account: Open
+) -> None:
+    monkeypatch.setattr(mailboxes, "SLICE_S", 0.0)
+    log: list[str] = []
+    answers: list[Answer[str]] = []
+    pending, many = Mailboxes(), 2 * MAX_WAITING
+    for number in range(many):
+        pending.start(account(1), wait(log, f"{number}", account(1), answers))
+    pending.start(account(2), wait(log, "alone", account(2), answers))
+    nbytes = account(1).nbytes
+    for answer in answers:
+        answer.tell("told")
+    assert log == [] and pending.busy, "who tells runs none of them"
+    assert account(1).nbytes == nbytes, "each is counted once, as what waits"
+    rounds = [0]
+    while pending.busy:
+        await asyncio.sleep(0)
+        rounds.append(len(log))
+    assert max(after - before for before, after in itertools.pairwise(rounds)) == 1
+    assert log.index("alone told") == 1, "whoever waits alone does not wait for them"
+    assert [entry for entry in log if entry != "alone told"] == [f"{number} told" for number in range(many)]
+    assert account(1).entries == account(2).entries == 0
+
+
+@pytest.mark.parametrize("how", ["and closed", "and its client is lost"])
+async def test_what_has_been_told_and_has_not_gone_on_ends_with_its_client(how: str) -> None:
+    accounts = Accounts(lambda: Allowance(SHARE, 1 << 30))
+    log: list[str] = []
+    answers: list[Answer[str]] = []
+    pending, client = Mailboxes(), accounts.of(1)
+    for name in "ab":
+        pending.start(client, wait(log, name, client, answers))
+    if how == "and closed":
+        answers[0].tell("told")
+        pending.forget(client)
+        assert log == ["a closed"]
+        answers[1].tell("told")  # by the end of another
+    else:
+        answers[0].tell("told")
+        answers[1].tell("told")
+        pending.forget(client)
+    accounts.close(1)
+    await run(pending)
+    assert log == ["a closed", "b closed"]
+    assert client.nbytes == client.entries == 0
+
+
+async def test_what_goes_on_for_long_is_counted(monkeypatch: pytest.MonkeyPatch, account: Open) -> None:
+    monkeypatch.setattr(mailboxes, "SLICE_S", 0.0)
+    log: list[str] = []
+    answers: list[Answer[str]] = []
+
+    async def long() -> None:
+        await wait(log, "a", account(1), answers)
+        await work(log, "b", 2)
+
+    pending = Mailboxes()
+    pending.start(account(1), long())
+    answers[0].tell("told")
+    await asyncio.sleep(0)
+    assert log == ["a told", "b0"] and account(1).entries == 1
+    await run(pending)
+    assert log[-1] == "b." and account(1).entries == 0
+
+
+async def test_messages_behind_one_that_loses_its_client_are_not_run(
+    monkeypatch: pytest.MonkeyPatch, account: Open
+) -> None:
+    log: list[str] = []
+    pending, client = Mailboxes(), account(1)
+    caught: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: caught.append(context))
+
+    async def leave() -> None:
+        pending.forget(client)
+        client.close()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mailboxes, "SLICE_S", 0.0)
+        pending.start(client, work(log, "a", 1))
+        pending.start(client, leave())
+        pending.start(client, work(log, "b", 0))
+    monkeypatch.setattr(mailboxes, "SLICE_S", 1.0)
+    await run(pending)
+    assert log == ["a0", "a."] and not caught and client.entries == 0
 
 
 async def test_an_answer_that_was_told_before_it_is_awaited_is_there_at_once(account: Open) -> None:

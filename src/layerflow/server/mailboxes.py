@@ -3,7 +3,8 @@
 A message is a coroutine, driven here and by no task. It stops every half millisecond or so (:func:`next_turn`): other
 clients' messages, timers and descriptors get their turn between two slices. What a client sends while one of its
 messages is not finished waits behind it. A message that waits for an :class:`Answer` steps aside: the client's next
-ones are handled meanwhile, and it goes on, in its client's turn, once it has been told.
+ones are handled meanwhile, and once it has been told it waits its turn behind them. Whoever tells runs nothing of it:
+one event may be what thousands wait for.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Answer(Generic[T]):
         self._go_on: Callable[[], None] | None = None
 
     def tell(self, told: T) -> None:
-        """The message goes on with this, now or behind what its client has waiting."""
+        """The message goes on with this, in a turn of its client."""
         if not self._told:
             self._told.append(told)
             if self._go_on is not None:
@@ -100,8 +101,11 @@ class Answer(Generic[T]):
         self._charge.on_end(work.close)
 
 
-_Mailbox = deque[tuple[Work, Charge]]
-"""One client's unfinished messages, oldest first: the work, and what the message that asks for it keeps."""
+_Mailbox = deque[tuple[Work, Charge | None]]
+"""One client's unfinished messages, oldest first: the work, and what the message that asks for it keeps.
+
+One that has been told what it waited for, and has not gone on, is counted by the charge of its :class:`Answer`.
+"""
 
 
 class Mailboxes:
@@ -149,14 +153,16 @@ class Mailboxes:
         if mailbox is None:
             return
         for work, charge in mailbox:
-            charge.release()
+            if charge is not None:
+                charge.release()
             if not work.cr_running:  # type: ignore[attr-defined]
                 work.close()
 
     def _go_on(self, client: Account, work: Work) -> None:
         """A message has been told what it waited for."""
         if not client.closed:  # else the end of its charge closes it
-            self.start(client, work, always=True)
+            self._mailboxes.setdefault(client, _Mailbox()).append((work, None))
+            self._schedule()
 
     def _schedule(self) -> None:
         if not self._scheduled and self._mailboxes:
@@ -169,9 +175,11 @@ class Mailboxes:
         if not self._mailboxes:
             return
         client, mailbox = next(iter(self._mailboxes.items()))
+        if client.closed:  # what ended with it has told others of its messages
+            self.forget(client)
         until = time.monotonic() + SLICE_S
         try:
-            while True:
+            while self._mailboxes.get(client) is mailbox and mailbox:  # not lost meanwhile
                 work, charge = mailbox[0]
                 finished = True  # also where it raises
                 try:
@@ -179,11 +187,16 @@ class Mailboxes:
                 finally:
                     if finished:
                         mailbox.popleft()
-                        charge.release()
-                if not mailbox or time.monotonic() >= until:
+                        if charge is not None:
+                            charge.release()
+                    elif client.closed:
+                        work.close()
+                    elif charge is None:
+                        mailbox[0] = work, client.charge("a message that goes on", always=True)
+                if time.monotonic() >= until:
                     break
         finally:
-            if self._mailboxes.get(client) is mailbox:  # not lost meanwhile
+            if self._mailboxes.get(client) is mailbox:
                 del self._mailboxes[client]
                 if mailbox:
                     self._mailboxes[client] = mailbox  # behind the others
