@@ -213,26 +213,31 @@ def tier(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[real.Tier, list[Ask]
         yield tier, sent
 
 
-def ask(tier: real.Tier, keys: Sequence[bytes], answers: list[frozenset[bytes]], within_s: float = 60.0) -> None:
+def ask(tier: real.Tier, keys: Sequence[bytes], answers: list[frozenset[bytes]], within_s: float = 60.0) -> Mailboxes:
+    """Ask in a client's message: the mailboxes where it goes on once it has been answered."""
+
     async def told() -> None:
         answers.append(await tier.ask(b"".join(keys), kept, time.monotonic() + within_s))
 
     kept = charge()
-    Mailboxes().start(kept.account, told())
+    mailboxes = Mailboxes()
+    mailboxes.start(kept.account, told())
+    return mailboxes
 
 
 async def test_equal_questions_under_way_are_one(tier):
     asked, sent = tier
     answers: list[frozenset[bytes]] = []
     one, two = bytes(24), b"2" * 24
-    for keys in ([one, two], [one, two], [one]):
-        ask(asked, keys, answers)
+    first, equal, other = (ask(asked, keys, answers) for keys in ([one, two], [one, two], [one]))
     assert [len(ask.keys) // 24 for ask in sent] == [2, 1]
     asked.host_said(Present(sent[0].id, b"\1\0"))
+    await asked_for(sent, first, equal)
     assert answers == [frozenset([one])] * 2
-    ask(asked, [one, two], answers)
+    last = ask(asked, [one, two], answers)
     assert len(sent) == 3, "what was answered is asked anew"
     asked.host_lost("for a test")
+    await asked_for(sent, other, last)
     assert answers[2:] == [frozenset()] * 2
     assert (asked.statistics().lookups, asked.statistics().lookup_keys) == (3, 5)
 
@@ -244,9 +249,9 @@ async def test_a_question_past_its_deadline_is_not_asked(tier):
     assert answers == [frozenset()] and not sent
 
 
-async def asked_for(sent: list[Ask], mailboxes: Mailboxes) -> list[bytes]:
+async def asked_for(sent: list[Ask], *mailboxes: Mailboxes) -> list[bytes]:
     """What the host is asked for, once nobody has anything to do but wait for its answer."""
-    while mailboxes.busy:  # noqa: ASYNC110 - the mailboxes' turns are what is tested
+    while any(each.busy for each in mailboxes):  # noqa: ASYNC110 - the mailboxes' turns are what is tested
         await asyncio.sleep(0)
     return [ask.keys for ask in sent]
 
@@ -304,6 +309,7 @@ async def test_a_question_whose_client_waits_past_its_deadline_is_not_sent(tier)
     await told.wait()
     assert answers == [frozenset()] and len(sent) == 1
     asked.host_said(Present(sent[0].id, b"\1" * len(many)))
+    await asked_for(sent, mailboxes)
     assert answers[1] == frozenset(many) and len(sent) == 1
 
 
