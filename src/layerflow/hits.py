@@ -7,9 +7,12 @@ kind. On its way it gathers tails: stored parts of a chunk that may go on from a
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice
+from operator import not_
 from typing import NamedTuple, Protocol
 
 from layerflow.keys import DIGEST_BYTES, object_key, object_keys
@@ -27,6 +30,15 @@ MAX_TAILS_TRIED = 256
 
 SLICE_KEYS = 1024
 """Keys that :func:`search_hit` looks up between two stops, about half a millisecond's work."""
+
+KEPT_KEYS = 1 << 18
+"""Keys that a search keeps for whoever leases its hit; of a longer prompt they are made again."""
+
+LISTED_BYTES = 73
+"""What a digest or a key takes in a list, in bytes: 64, and a place of 8 in a list that grows by an eighth."""
+
+COUNT_BYTES = 5
+"""What a search keeps of a chunk for each group, in bytes: 4, in an array that grows by a sixteenth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +83,14 @@ class HitLength:
     """The answer: tokens over full chunks, and candidates for more, longest first.
 
     :param drafts: a draft model's layers are there too, for all of these.
-    :param keys: by group, those of the prompt's full chunks that were searched for: by chunk, then by shard.
+    :param keys: those of the prompt's full chunks that were searched for, by chunk, then by shard; none where there are
+        several groups, or more than :data:`KEPT_KEYS`.
     """
 
     tokens: int
     tails: tuple[Tail, ...]
     drafts: bool = False
-    keys: Sequence[list[bytes]] = field(default=(), compare=False, repr=False)
+    keys: Sequence[bytes] = field(default=(), compare=False, repr=False)
 
     def ends(self, spec: ModelSpec, prompt: int) -> Iterator[tuple[int, int]]:
         """What a load may read: tokens, and the position of the tail that they end in (-1 = of none).
@@ -124,6 +137,18 @@ class LookupSource(Protocol):
         ...
 
 
+def search_bytes(spec: ModelSpec, chunks: int) -> int:
+    """What the digests of so many chunks take, and a search for their hit, at most, in bytes."""
+    spec = spec.own
+    kept = chunks * len(spec.shard.peers()) if _keeps_keys(spec, chunks) else 0
+    return (chunks + kept) * LISTED_BYTES + chunks * len(spec.groups) * COUNT_BYTES
+
+
+def _keeps_keys(spec: ModelSpec, chunks: int) -> bool:
+    """Of what is hashed once, dictionaries know the hash. With several groups, keys come by chunk for a lease."""
+    return len(spec.groups) == 1 and chunks * len(spec.shard.peers()) <= KEPT_KEYS
+
+
 def find_hit(
     pool: LookupSource,
     spec: ModelSpec,
@@ -165,14 +190,12 @@ def search_hit(
     """:func:`find_hit` in slices: it stops after every :data:`SLICE_KEYS` keys or so, and returns the hit."""
     whole, spec = spec, spec.own
     rules = [group.rules for group in spec.groups]
-    keys, present = yield from _whole_chunks(pool, spec, digests)
+    keys, missing = yield from _whole_chunks(pool, spec, digests)
     # A group that needs every chunk from the first on bounds the search for all.
     bound = len(digests)
-    for kind, row in zip(rules, present, strict=True):
-        if False in row and not kind.first_token(tokens):
-            bound = min(bound, row.index(False))
-    # Per group, how many of the first n chunks are missing: whether a range is whole is then one subtraction.
-    missing = [list(accumulate((not there for there in row), initial=0)) for row in present]
+    for kind, before in zip(rules, missing, strict=True):
+        if not kind.first_token(tokens):
+            bound = min(bound, bisect_right(before, 0) - 1)
     tails: list[Tail] = []
     tried = 0
     for chunk in range(bound, -1, -1):
@@ -282,24 +305,28 @@ def _usable(spec: ModelSpec, start: int, held: int, tokens: int, shared: int = 0
 
 def _whole_chunks(
     pool: LookupSource, spec: ModelSpec, digests: list[bytes]
-) -> Generator[None, None, tuple[list[list[bytes]], list[list[bool]]]]:
-    """Per group: the keys by chunk and shard, and by chunk, whether every shard has the object."""
+) -> Generator[None, None, tuple[list[bytes], list[array[int]]]]:
+    """The keys by chunk and shard, as far as they are kept; and per group, how many of the first n chunks are missing.
+
+    A chunk is missing where a shard lacks its object. Whether a range of chunks is whole is one subtraction.
+    """
     shards = spec.shard.peers()
     count, step = len(shards), max(1, SLICE_KEYS // len(shards))
-    keys: list[list[bytes]] = []
-    rows: list[list[bool]] = []
+    keeps = _keeps_keys(spec, len(digests))
+    keys: list[bytes] = []
+    missing: list[array[int]] = []
     for group in range(len(spec.groups)):
-        names: list[bytes] = []
-        row: list[bool] = []
+        before = array("I", (0,))
         for first in range(0, len(digests), step):
-            if rows or first:
+            if missing or first:
                 yield
             few = object_keys(digests[first : first + step], (group,), shards)
-            names += few
-            row += map(all, zip(*[iter(pool.lookup(few))] * count, strict=True))
-        keys.append(names)
-        rows.append(row)
-    return keys, rows
+            if keeps:
+                keys += few
+            whole = map(all, zip(*[iter(pool.lookup(few))] * count, strict=True))
+            before.extend(accumulate(map(not_, whole), initial=before.pop()))
+        missing.append(before)
+    return keys, missing
 
 
 class _Sharing(NamedTuple):
@@ -387,7 +414,7 @@ def _tails(
         yield tail, all(pool.lookup(_keys(spec, tail[1])))
 
 
-def _satisfied(rules: list[Kind], missing: list[list[int]], chunk_tokens: int, hit: int, upto: int) -> bool:
+def _satisfied(rules: list[Kind], missing: Sequence[Sequence[int]], chunk_tokens: int, hit: int, upto: int) -> bool:
     """Do the full chunks below `upto` that a hit of `hit` tokens needs exist in every group?
 
     :param missing: per group, how many of the first n chunks do not.

@@ -188,7 +188,7 @@ class ServerSettings(Section):
     )
     max_client_bytes: Size = setting(
         64 << 20,
-        "Memory that one client may make the server keep: messages, lookups and watches that wait, plans, leases.",
+        "Memory that one client may make the server keep: messages and watches that wait, lookups, plans, leases.",
         unit="bytes",
         ge=1 << 20,
         le=1 << 40,

@@ -56,6 +56,13 @@ class Charge:
         """Count so many bytes besides :data:`ENTRY_BYTES` from now on: what is kept has grown or shrunk already."""
         self.account.resize(self, nbytes + ENTRY_BYTES)
 
+    def extend(self, what: str, nbytes: int, *, always: bool = False) -> None:
+        """Count so many bytes more of something that is about to be kept; parameters as of :meth:`Account.charge`.
+
+        :raises Refused: the share or the total is used up; nothing has changed.
+        """
+        self.account.extend(self, what, nbytes, always=always)
+
     def __enter__(self) -> Charge:
         return self
 
@@ -160,6 +167,12 @@ class Account:
         if charge in self._charges:
             self._add(nbytes - charge.nbytes)
             charge.nbytes = nbytes
+
+    def extend(self, charge: Charge, what: str, nbytes: int, *, always: bool = False) -> None:
+        """See :meth:`Charge.extend`."""
+        if not always:
+            self._accounts.check(self, what, nbytes)
+        self.resize(charge, charge.nbytes + nbytes)
 
     def close(self) -> None:
         """The client has ended; what is kept for it is ended next, by :meth:`end_one`."""

@@ -110,12 +110,11 @@ def hit_keys(spec: ModelSpec, digests: list[bytes], hit: HitLength) -> Iterator[
     groups, shards = range(len(spec.groups)), spec.shard.peers()
     width = len(shards)
     step = max(1, SLICE_KEYS // (len(groups) * width))
-    # Of one group they are made already: of what is hashed once, dictionaries know the hash.
-    made = hit.keys[0] if len(hit.keys) == len(groups) == 1 else None
+    made = hit.keys if len(groups) == 1 else ()
     for first in range(0, chunks, step):
         stop = min(first + step, chunks)
-        if made is not None:
-            yield made[first * width : stop * width]
+        if made:
+            yield list(made[first * width : stop * width])
         else:
             yield object_keys(digests[first:stop], groups, shards)
     for first in range(0, len(hit.tails), step):
@@ -341,15 +340,17 @@ def lacking_chunks(
 ) -> Generator[None, None, list[int]]:
     """The chunks, by position, of which objects of these groups are not `known`. In slices."""
     each = len(groups) * len(spec.shard.peers())
-    lacking: dict[int, None] = {}
+    lacking: list[int] = []
     at = 0
     for keys in key_slices(spec, digests, groups):
         if at:
             yield
         there = known.lookup(keys)
-        lacking |= dict.fromkeys((at + key) // each for key, here in enumerate(there) if not here)
+        few = list(dict.fromkeys((at + key) // each for key, here in enumerate(there) if not here))
+        # Keys come by chunk: the last one of a slice may go on in the next.
+        lacking += few[1:] if few and lacking and few[0] == lacking[-1] else few
         at += len(keys)
-    return list(lacking)
+    return lacking
 
 
 def find_and_bring(

@@ -9,16 +9,36 @@ from typing import TypeVar
 
 from layerflow.config.settings import ServerSettings
 from layerflow.errors import ProtocolError
-from layerflow.hits import NO_BLOCKS, BlockDigests, HitLength, LookupSource, search_hit
+from layerflow.hits import (
+    LISTED_BYTES,
+    NO_BLOCKS,
+    BlockDigests,
+    HitLength,
+    LookupSource,
+    search_bytes,
+    search_hit,
+)
 from layerflow.keys import DIGEST_BYTES
-from layerflow.server.account import Refused
+from layerflow.places import PLACE
+from layerflow.server.account import Charge, Refused
 from layerflow.server.clients import ClientSession
+from layerflow.server.leases import PINNED_BYTES
 from layerflow.server.mailboxes import Slices, in_slices
 from layerflow.spec import ModelSpec
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
 
 T = TypeVar("T")
+
+RUNNING_BYTES = 256 << 10
+"""What a client's lookup may build however much is kept for it: of all its lookups one runs at a time.
+
+A prompt of usual length is searched, and its hit told, for a client that may lease no more.
+"""
+
+
+LEASED_BYTES = PINNED_BYTES + 2 * PLACE.size
+"""What the pin of one object takes until it is answered where it lies, in bytes: the places are joined at last."""
 
 
 class Replaced(Exception):
@@ -68,6 +88,41 @@ def kept_bytes(message: wire.Lookup) -> int:
     """What a lookup that waits keeps."""
     texts = (message.request, message.handoff, *message.servers)
     return len(message.digests) + len(message.block_digests) + sum(map(len, texts))
+
+
+def asking_bytes(message: wire.Lookup) -> int:
+    """What a lookup that waits for an answer about its chunks keeps: their digests, and which are asked for, too."""
+    return kept_bytes(message) + _chunks_of(message) * 2 * LISTED_BYTES
+
+
+def running(session: ClientSession, spec: ModelSpec, message: wire.Lookup, more: int = 0) -> Charge:
+    """Count what a lookup builds from here on until it is answered, or waits.
+
+    :param more: bytes besides, of what has been found for it: they had to fit when they were found.
+    :raises Refused: its client may not make the server keep what a search for its hit takes.
+    """
+    chunks = _chunks_of(message)
+    nbytes = kept_bytes(message) + search_bytes(spec, chunks)
+    what = f"request {message.request!r}: a lookup of {chunks} chunks"
+    charge = session.account.charge(what, nbytes, always=nbytes <= RUNNING_BYTES)
+    if more:
+        charge.resize(nbytes + more)
+    return charge
+
+
+def extend_running(charge: Charge, message: wire.Lookup, objects: int) -> None:
+    """Count what a lookup that runs pins of its hit, and where that lies.
+
+    :param charge: of :func:`running`.
+    :raises Refused: its client may not make the server keep that.
+    """
+    nbytes = objects * LEASED_BYTES
+    always = charge.nbytes + nbytes <= RUNNING_BYTES
+    charge.extend(f"request {message.request!r}: the pins of a hit", nbytes, always=always)
+
+
+def _chunks_of(message: wire.Lookup) -> int:
+    return len(message.digests) // DIGEST_BYTES
 
 
 async def read_lookup(spec: ModelSpec, message: wire.Lookup) -> LookupRequest:

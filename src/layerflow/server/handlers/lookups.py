@@ -14,7 +14,7 @@ from layerflow.observe.logs import LogRateLimiter
 from layerflow.places import is_placed, unpack_places
 from layerflow.pool.base import Owner
 from layerflow.recording.notes import LookupNote
-from layerflow.server.account import Refused
+from layerflow.server.account import Charge, Refused
 from layerflow.server.clients import ClientSession
 from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handlers.following import follow_handoff, follow_saves, view_of_handoff
@@ -22,10 +22,12 @@ from layerflow.server.handlers.forget import REPLACED
 from layerflow.server.handlers.lookup_requests import (
     LookupRequest,
     Replaced,
+    asking_bytes,
     check_leases,
     check_lookup,
-    kept_bytes,
+    extend_running,
     read_lookup,
+    running,
     search_prompt,
     unreplaced,
     until_of,
@@ -76,10 +78,11 @@ class LookupHandler:
             elif message.handoff:
                 await self._follow(session, message, until_of(message, limits))
             else:
-                asked = await read_lookup(spec, message)
                 saves = None
-                if message.follow_ms > 0 and self._context.pd().follow == "auto":
-                    saves = await follow_saves(self._context, session, asked)
+                with running(session, spec, message):
+                    asked = await read_lookup(spec, message)
+                    if message.follow_ms > 0 and self._context.pd().follow == "auto":
+                        saves = await follow_saves(self._context, session, asked)
                 if saves is None:
                     await self._look(session, asked)
                 else:
@@ -100,7 +103,9 @@ class LookupHandler:
         assert spec is not None
         if any(peers is None or not peers.is_own(each) for each in message.servers):
             answer = await ask_servers(context, session, message, until)
-            asked = await read_lookup(spec, message)
+            found = 0 if isinstance(answer, str) else len(answer.found) * KEPT_KEY_BYTES
+            with running(session, spec, message, found):
+                asked = await read_lookup(spec, message)
             if isinstance(answer, str):
                 await self._look(session, asked, answer)
             else:
@@ -110,7 +115,8 @@ class LookupHandler:
                 )
             return
         handoff, why = await follow_handoff(context, session, message, until)
-        asked = await read_lookup(spec, message)
+        with running(session, spec, message):
+            asked = await read_lookup(spec, message)
         if why:
             await self._look(session, asked, why)
         else:
@@ -136,7 +142,7 @@ class LookupHandler:
         behind = context.sources.tier if direct else context.sources
         assert behind is not None
         prompt = asked.digests, message.tokens, message.tail
-        with session.account.charge(waiting(message), kept_bytes(message)) as charge:
+        with session.account.charge(waiting(message), asking_bytes(message)) as charge:
             question = ask_tier(context.pool, behind, spec, prompt, charge, blocks=asked.blocks, direct=direct)
             found = await unreplaced(session, question)
         if message.compute_ms:
@@ -149,17 +155,19 @@ class LookupHandler:
         context, spec = self._context, session.spec
         tier = context.sources.tier if context.sources is not None else None
         assert spec is not None
-        digests = (await read_lookup(spec, message)).digests
         if tier is None:
             context.send(session, wire.Found(message.id, 0, []))
             return
-        digests = [*digests, message.tail] if message.tail else digests
         writes: set[int] = set()
-        for start in range(0, len(digests), DIGESTS_PER_SLICE):
-            writes |= tier.writing(prompt_keys(spec, digests[start : start + DIGESTS_PER_SLICE]))
-            await next_turn()
-        del digests  # read again behind the wait
-        with session.account.charge(waiting(message), kept_bytes(message) + len(writes) * KEPT_WRITE_BYTES) as charge:
+        with running(session, spec, message):
+            digests = (await read_lookup(spec, message)).digests
+            digests = [*digests, message.tail] if message.tail else digests
+            for start in range(0, len(digests), DIGESTS_PER_SLICE):
+                writes |= tier.writing(prompt_keys(spec, digests[start : start + DIGESTS_PER_SLICE]))
+                await next_turn()
+            del digests  # read again behind the wait
+        # What asking the tier takes is kept back meanwhile: whoever has waited long is asked for.
+        with session.account.charge(waiting(message), asking_bytes(message) + len(writes) * KEPT_WRITE_BYTES) as charge:
             written = Answer[None](charge)
             forget = tier.when_written(writes, functools.partial(written.tell, None))
             del writes
@@ -171,7 +179,9 @@ class LookupHandler:
             prompt = digests, message.tokens, message.tail
             found = await ask_tier(context.pool, tier, spec, prompt, charge, direct=True)
         there = view_of_tier(None, tier, found)
-        hit = await in_slices(search_hit(there, spec, message.root, digests, message.tokens, tail_digest=message.tail))
+        search = search_hit(there, spec, message.root, digests, message.tokens, tail_digest=message.tail)
+        with running(session, spec, message, len(found) * KEPT_KEY_BYTES):
+            hit = await in_slices(search)
         context.send(session, _found(message.id, hit))
 
     async def _fetch_and_answer(
@@ -199,23 +209,34 @@ class LookupHandler:
         prompt = lookup.root, asked.digests, lookup.tokens, lookup.tail
         covering = None if direct else pool.covering(spec)
         pieces: set[bytes] = set()
+        kept = len(found) * KEPT_KEY_BYTES
         if covering is not None:
             there = view_of_tier(pool, sources, found, covering=covering)
-            hit = await in_slices(search_prompt(there, spec, asked))
             above = lookup.root, asked.digests
-            pieces = await in_slices(
-                bring_pieces(
-                    pool, sources, spec, covering=covering, prompt=above, hit=hit, found=found, engine=session.engine
+            with running(session, spec, lookup, kept):
+                hit = await in_slices(search_prompt(there, spec, asked))
+                pieces = await in_slices(
+                    bring_pieces(
+                        pool,
+                        sources,
+                        spec,
+                        covering=covering,
+                        prompt=above,
+                        hit=hit,
+                        found=found,
+                        engine=session.engine,
+                    )
                 )
-            )
+            del hit  # it is searched for again
         if pieces:
             # What has come by then counts; what comes later, for the next lookup of the prompt, while the lease lasts.
             come_by = received_at + sources.settings.lookup_timeout_ms / 1e3 if until is None else until
             lease_until = lookup.lease_ms / 1e3 + (time.monotonic() if until is None else until)
             check_leases(session, lookup.request, self._context.settings().max_leases)
             incoming, owner = self._context.driver.incoming, _owner(session, lookup)
-            waits = kept_bytes(lookup) + len(pieces) * (KEPT_KEY_BYTES + PINNED_BYTES)
+            waits = asking_bytes(lookup) + len(pieces) * (KEPT_KEY_BYTES + PINNED_BYTES)
             with session.account.charge(waiting(lookup), waits) as charge:
+                charge.resize(waits + kept)
                 incoming.lease(pieces, owner, lease_until)
                 come = Answer[None](charge)
                 forget = incoming.when_come(pieces, functools.partial(come.tell, None))
@@ -241,7 +262,7 @@ class LookupHandler:
             blocks=asked.blocks,
             direct=direct,
         )
-        await self._find(session, asked, received_at, search, following=following, reason=reason)
+        await self._find(session, asked, received_at, search, following=following, reason=reason, kept=kept)
 
     async def _find(
         self,
@@ -252,21 +273,28 @@ class LookupHandler:
         *,
         following: bool = False,
         reason: str = "",
+        kept: int = 0,
     ) -> None:
-        """Search, lease and answer. What leaves the pool between two slices is searched for again."""
-        pool, resets, message = self._context.pool, session.resets, asked.message
+        """Search, lease and answer. What leaves the pool between two slices is searched for again.
+
+        :param kept: bytes of what `search` has been given.
+        """
+        pool, resets, message, spec = self._context.pool, session.resets, asked.message, session.spec
+        assert spec is not None
         owner = _owner(session, message)
         try:
-            for _ in range(MOST_SEARCHES):
-                before = pool.departures
-                hit = await in_slices(search())
-                until = time.monotonic() + message.lease_ms / 1e3
-                places, leased = await self._lease(session, asked, hit, owner, until)
-                # With a store behind the arena, the step that loads the hit brings back what leaves the arena now.
-                if self._context.sources is not None or pool.departures == before:
-                    break
+            with running(session, spec, message, kept) as charge:
+                for _ in range(MOST_SEARCHES):
+                    before = pool.departures
+                    hit = await in_slices(search())
+                    until = time.monotonic() + message.lease_ms / 1e3
+                    places, leased = await self._lease(session, asked, hit, owner, until, charge=charge)
+                    # With a store behind the arena, the step that loads the hit brings back what leaves the arena now.
+                    if self._context.sources is not None or pool.departures == before:
+                        break
             if session.resets != resets:
                 raise Replaced
+            # Nothing else runs before what is pinned counts as the plan's or the lease's.
             plan = self._plan(session, message, owner) if places else 0
             if self._keep(session, message.request, owner, until) and not plan:  # a plan counts until it ends
                 session.hit_leases[message.request] = until
@@ -281,11 +309,19 @@ class LookupHandler:
             recording.note(LookupNote(received_at, now, session.number, message, tokens, leased, following))
 
     async def _lease(
-        self, session: ClientSession, asked: LookupRequest, hit: HitLength, owner: Owner, until: float
+        self,
+        session: ClientSession,
+        asked: LookupRequest,
+        hit: HitLength,
+        owner: Owner,
+        until: float,
+        *,
+        charge: Charge,
     ) -> tuple[bytes, bytes]:
-        """Pin what is here of a hit, and lease what of it is on its way.
+        """Pin what is here of a hit, and lease what of it is on its way; nothing where the client keeps too much.
 
         :param owner: has the pins, until `until` (monotonic seconds).
+        :param charge: what is pinned is counted with it.
         :returns: the places of its objects; empty where a load would need others too. And those of all that were to be
             pinned, whether or not they are here.
         """
@@ -298,6 +334,12 @@ class LookupHandler:
         check_leases(session, message.request, self._context.settings().max_leases)
         packed: list[bytes] = []
         for keys in hit_keys(spec, asked.digests, hit):
+            try:
+                extend_running(charge, message, len(keys))
+            except Refused as refused:
+                self._not_leased(session, refused)
+                leases.end(owner)
+                return b"", b""
             places_here = leases.pin(session, keys, owner, until)
             while leases.make_room(session, keys, owner):
                 await next_turn()
@@ -341,11 +383,14 @@ class LookupHandler:
             check_leases(session, request, context.settings().max_leases)
             context.leases.keep(session, request, owner, until)
         except Refused as refused:
-            unlogged = self._log_limit.admit(time.monotonic())
-            if unlogged is not None:
-                log.warning("hit_not_leased", session=session.number, reason=str(refused), unlogged=unlogged)
+            self._not_leased(session, refused)
             return False
         return True
+
+    def _not_leased(self, session: ClientSession, refused: Refused) -> None:
+        unlogged = self._log_limit.admit(time.monotonic())
+        if unlogged is not None:
+            log.warning("hit_not_leased", session=session.number, reason=str(refused), unlogged=unlogged)
 
     def _found(
         self,

@@ -10,7 +10,7 @@ from layerflow.keys import DIGEST_BYTES
 from layerflow.server.clients import ClientSession
 from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handlers.following import outlast
-from layerflow.server.handlers.lookup_requests import kept_bytes, read_lookup, unreplaced, waiting
+from layerflow.server.handlers.lookup_requests import asking_bytes, read_lookup, unreplaced, waiting
 from layerflow.server.handoffs.handoff import HandoffRecord, HandoffStatus
 from layerflow.server.mailboxes import Answer, next_turn
 from layerflow.server.peers.attachment import PeerAttachment
@@ -82,7 +82,7 @@ async def _ask(
     asked: set[bytes] = set()
     answer: PeerAnswer | None = None
     most = (len(message.digests) // DIGEST_BYTES) * len(spec.groups) * len(spec.shard.peers())
-    with session.account.charge(waiting(message), kept_bytes(message) + most * KEPT_KEY_BYTES) as charge:
+    with session.account.charge(waiting(message), asking_bytes(message) + most * KEPT_KEY_BYTES) as charge:
         while (more := await _lacking(context, session, message, asked)) or answer is None:
             asked.update(more)
             told = Answer[PeerAnswer](charge)
