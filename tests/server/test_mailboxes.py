@@ -163,13 +163,15 @@ async def test_what_many_wait_for_is_told_in_one_turn_and_they_go_on_in_turns_wi
         answer.tell("told")
     assert log == [] and pending.busy, "who tells runs none of them"
     assert account(1).nbytes == nbytes, "each is counted once, as what waits"
+    pending.start(account(1), work(log, "next", 0))  # refused for no one who has been told
     rounds = [0]
     while pending.busy:
         await asyncio.sleep(0)
         rounds.append(len(log))
     assert max(after - before for before, after in itertools.pairwise(rounds)) == 1
     assert log.index("alone told") == 1, "whoever waits alone does not wait for them"
-    assert [entry for entry in log if entry != "alone told"] == [f"{number} told" for number in range(many)]
+    log.remove("alone told")
+    assert log == [*(f"{number} told" for number in range(many)), "next."]
     assert account(1).entries == account(2).entries == 0
 
 
@@ -194,6 +196,25 @@ async def test_what_has_been_told_and_has_not_gone_on_ends_with_its_client(how: 
     await run(pending)
     assert log == ["a closed", "b closed"]
     assert client.nbytes == client.entries == 0
+
+
+async def test_who_is_told_by_a_message_of_its_own_client_goes_on_behind_it(
+    monkeypatch: pytest.MonkeyPatch, account: Open
+) -> None:
+    monkeypatch.setattr(mailboxes, "SLICE_S", 0.0)
+    log: list[str] = []
+    answers: list[Answer[str]] = []
+
+    async def tell() -> None:
+        answers[0].tell("told")
+        await work(log, "b", 2)
+
+    pending = Mailboxes()
+    pending.start(account(1), wait(log, "a", account(1), answers))
+    pending.start(account(1), tell())
+    await run(pending)
+    assert log == ["b0", "b1", "b.", "a told"]
+    assert account(1).entries == 0
 
 
 async def test_what_goes_on_for_long_is_counted(monkeypatch: pytest.MonkeyPatch, account: Open) -> None:

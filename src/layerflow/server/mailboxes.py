@@ -101,11 +101,15 @@ class Answer(Generic[T]):
         self._charge.on_end(work.close)
 
 
-_Mailbox = deque[tuple[Work, Charge | None]]
-"""One client's unfinished messages, oldest first: the work, and what the message that asks for it keeps.
+class _Mailbox(deque[tuple[Work, Charge | None]]):
+    """One client's unfinished messages, oldest first: the work, and what the message that asks for it keeps.
 
-One that has been told what it waited for, and has not gone on, is counted by the charge of its :class:`Answer`.
-"""
+    One that has been told what it waited for, and has not gone on, is counted by the charge of its :class:`Answer`.
+
+    :ivar charged: how many have a charge here.
+    """
+
+    charged = 0
 
 
 class Mailboxes:
@@ -135,8 +139,13 @@ class Mailboxes:
             if client.closed:
                 work.close()
                 return
-            mailbox, always = self._mailboxes.setdefault(client, _Mailbox()), True
-        elif len(mailbox) >= MAX_WAITING and not always:
+            charge = client.charge("a message that is handled", nbytes, always=True)
+            mailbox = self._mailboxes.setdefault(client, _Mailbox())
+            mailbox.appendleft((work, charge))  # before those that it has told
+            mailbox.charged += 1
+            self._schedule()
+            return
+        if mailbox.charged >= MAX_WAITING and not always:
             work.close()
             raise Refused("quota", f"{MAX_WAITING} of this client's messages wait to be handled; send them more slowly")
         try:
@@ -145,7 +154,7 @@ class Mailboxes:
             work.close()
             raise
         mailbox.append((work, charge))
-        self._schedule()
+        mailbox.charged += 1
 
     def forget(self, client: Account) -> None:
         """The client is gone: what it has waiting is closed."""
@@ -161,8 +170,11 @@ class Mailboxes:
     def _go_on(self, client: Account, work: Work) -> None:
         """A message has been told what it waited for."""
         if not client.closed:  # else the end of its charge closes it
-            self._mailboxes.setdefault(client, _Mailbox()).append((work, None))
-            self._schedule()
+            mailbox = self._mailboxes.get(client)
+            if mailbox is None:
+                mailbox = self._mailboxes[client] = _Mailbox()
+                self._schedule()
+            mailbox.append((work, None))
 
     def _schedule(self) -> None:
         if not self._scheduled and self._mailboxes:
@@ -188,11 +200,13 @@ class Mailboxes:
                     if finished:
                         mailbox.popleft()
                         if charge is not None:
+                            mailbox.charged -= 1
                             charge.release()
                     elif client.closed:
                         work.close()
                     elif charge is None:
                         mailbox[0] = work, client.charge("a message that goes on", always=True)
+                        mailbox.charged += 1
                 if time.monotonic() >= until:
                     break
         finally:
