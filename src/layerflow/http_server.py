@@ -26,11 +26,13 @@ KEEP_ALIVE_S = 75
 (httpx 5 s, nginx and AWS's 60 s) and close first; else a request may be on its way to a connection that is gone. An
 idle connection holds up nobody, see :class:`UvicornServer`."""
 HEAD_S = 8.0
-"""How long a request's head may take, from the connection or from its first byte, in seconds."""
+"""How long a request's head may take, from the connection or from its first byte; an answer that waits for its client
+makes room for a new connection when it is further behind :data:`SLOWEST_BODY`. In seconds."""
 _HEAD_BYTES = 64 << 10
 """Most of a request's head, and of its trailers."""
 SLOWEST_BODY = 16 << 10
-"""Bytes per second of a request's body: slower ones hold a connection that others need."""
+"""Bytes per second of a request's body, and of an answer that waits for its client: slower ones hold a connection that
+others need."""
 HEAD_GRACE_S = 1.0
 """A head that takes longer makes room for a new connection, in seconds: over a bad link, too, decent ones take less."""
 BODY_GRACE_S = 3.0
@@ -46,10 +48,11 @@ class UvicornServer(uvicorn.Server):
     :param accepting: called once requests are accepted.
     :param most: connections at once. One more takes another's place, one's of the first kind that there is: without a
         request; with a head that has not come for longer than a decent one takes; with a body slower than
-        :data:`SLOWEST_BODY`; with a head that may be coming, or any body of an origin (see :func:`origin_of`) with more
-        connections than the new one's. Of these it is the origin's with most, and of its own the longest one's. Else
-        it is closed itself: requests that are whole are ended for nobody, and those that come as a decent client's do
-        only for an origin with fewer connections.
+        :data:`SLOWEST_BODY`; with an answer that its client takes slower; with a head that may be coming, or any body
+        of an origin (see :func:`origin_of`) with more connections than the new one's. Of these it is the origin's with
+        most, and of its own the longest one's. Else it is closed itself: requests that are whole, and answers that
+        clients take, are ended for nobody, and those that come as a decent client's do only for an origin with fewer
+        connections.
     """
 
     def __init__(
@@ -147,9 +150,10 @@ class _Claim(IntEnum):
     IDLE = 0
     SLOW_HEAD = 1
     SLOW_BODY = 2
-    NEW = 3
-    BODY = 4
-    WHOLE = 5
+    SLOW_ANSWER = 3
+    NEW = 4
+    BODY = 5
+    WHOLE = 6
 
 
 def _bounded(most: int) -> type[asyncio.Protocol]:
@@ -164,6 +168,8 @@ def _bounded(most: int) -> type[asyncio.Protocol]:
             self._grace_s = BODY_GRACE_S  #: of the connection, that its bodies may be behind
             self._late_at = 0.0  #: the body that is coming, unless more of it comes
             self._origin = b""
+            self._waits_since = 0.0  #: an answer, while writing is paused
+            self._untaken = 0  #: bytes of it by then
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
@@ -198,11 +204,22 @@ def _bounded(most: int) -> type[asyncio.Protocol]:
             """How good its claim is to its place. A new connection's is weaker than that of a decent request."""
             if self._busy:
                 if not self.cycle.more_body:
-                    return _Claim.WHOLE
+                    return _Claim.SLOW_ANSWER if self.flow.write_paused and now > self._takes_until() else _Claim.WHOLE
                 return _Claim.SLOW_BODY if now > self._late_at else _Claim.BODY
             if self._head_timer is None:  # nor is the first one awaited
                 return _Claim.IDLE
             return _Claim.SLOW_HEAD if now > self._since + HEAD_GRACE_S else _Claim.NEW
+
+        def _takes_until(self) -> float:
+            """When an answer that waits is late, unless its client takes more of it. Until then it may take none: the
+            system tells of what it takes in pieces only."""
+            taken = self._untaken - self.transport.get_write_buffer_size()
+            return self._waits_since + HEAD_S + taken / SLOWEST_BODY
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._waits_since = self.loop.time()
+            self._untaken = self.transport.get_write_buffer_size()
 
         def data_received(self, data: bytes) -> None:
             body_came = self._busy and self.cycle.more_body

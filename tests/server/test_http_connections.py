@@ -20,6 +20,7 @@ from layerflow.http_server import SLOWEST_BODY, UvicornServer, listen, origin_of
 
 PATIENCE_S = 20.0
 GRACE_S = 60.0
+LARGE = 32 << 20  # more than the system takes for a client that reads nothing
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 BEGUN = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nb"
 HEAD = BEGUN[:-1]
@@ -43,6 +44,10 @@ class World:
                 await self.may_answer.wait()
             return Response(b"yes")
 
+        async def large(request: Request) -> Response:
+            self.asked += 1
+            return Response(bytes(LARGE))
+
         async def break_off(scope: Scope, receive: Receive, send: Send) -> None:
             self.asked += 1
             await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -57,7 +62,12 @@ class World:
         self.listener = listen("127.0.0.1", 0, 8, "")
         self.server = UvicornServer(
             Starlette(
-                routes=[Route("/", answer, methods=["GET", "POST"]), Mount("/part", break_off), Mount("/begun", begin)]
+                routes=[
+                    Route("/", answer, methods=["GET", "POST"]),
+                    Route("/large", large),
+                    Mount("/part", break_off),
+                    Mount("/begun", begin),
+                ]
             ),
             8,
             lambda: None,
@@ -85,7 +95,8 @@ def long_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def world() -> AsyncIterator[World]:
+async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    """:param monkeypatch: whose clock, see `passes`, has to last for longer than the server."""
     made = World()
     serving = asyncio.create_task(made.server.serve_on(made.listener))
     yield made
@@ -409,6 +420,47 @@ async def test_an_answer_that_broke_off_holds_no_connection_for_who_does_not_rea
     assert await answered(busy)
     assert await answered(newest)
     unread[1].close()
+
+
+async def waits(world: World, asked: int) -> Connection:
+    """A client that does not read the answer before the one to its request that is whole.
+
+    :param asked: requests to the server, with its two.
+    """
+    unread = await world.connect(GET.replace(b"/", b"/large", 1) * 2)
+    await until(world, asked)
+    return unread
+
+
+def untaken(world: World) -> int:
+    """Bytes of answers that the server keeps."""
+    return sum(one.transport.get_write_buffer_size() for one in world.server.server_state.connections)  # type: ignore[union-attr]
+
+
+async def test_answers_that_nobody_reads_hold_no_places(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.may_answer.set()
+    crowd = [await waits(world, 2 * number) for number in (1, 2)]
+    assert await closed(await world.connect(GET)), "they may be read yet"
+    passes(monkeypatch, http_server.HEAD_S + 1)
+    for _ in crowd:
+        assert await answered(await world.connect(GET))
+    for _, writer in crowd:
+        writer.close()
+
+
+async def test_an_answer_that_is_read_keeps_its_place(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = await waits(world, 2)
+    kept = untaken(world)
+    async with asyncio.timeout(PATIENCE_S):
+        while untaken(world) > kept - LARGE // 4:
+            await reader.readexactly(1 << 16)
+    busy = await world.connect(GET)
+    await until(world, 3)
+    passes(monkeypatch, LARGE / 4 / SLOWEST_BODY)
+    assert await closed(await world.connect(GET))
+    world.may_answer.set()
+    assert await answered(busy)
+    writer.close()
 
 
 @pytest.mark.usefixtures("no_grace")
