@@ -49,10 +49,10 @@ class UvicornServer(uvicorn.Server):
     :param most: connections at once. One more takes another's place, one's of the first kind that there is: without a
         request; with a head that has not come for longer than a decent one takes; with a body slower than
         :data:`SLOWEST_BODY`; with an answer that its client takes slower; with a head that may be coming, or any body
-        of an origin (see :func:`origin_of`) with more connections than the new one's. Of these it is the origin's with
-        most, and of its own the longest one's. Else it is closed itself: requests that are whole, and answers that
-        clients take, are ended for nobody, and those that come as a decent client's do only for an origin with fewer
-        connections.
+        of an origin (see :func:`origin_of`) that has more than half of all connections, for another one. Of these it is
+        the origin's with most, and of its own the longest one's. Else it is closed itself: requests that are whole, and
+        answers that clients take, are ended for nobody, and those that come as a decent client's do only where one
+        origin has more than half.
     """
 
     def __init__(
@@ -190,7 +190,8 @@ def _bounded(most: int) -> type[asyncio.Protocol]:
 
             def rank(one: Any) -> tuple[_Claim, int, _Claim, float]:
                 claim, count = one._claim(now), counts[one._origin]
-                gives_way = claim is _Claim.BODY and count > own
+                # The new one may never send a request: a body gives way where the place is not its origin's fair share.
+                gives_way = claim is _Claim.BODY and count > own and count > most // 2
                 return _Claim.NEW if gives_way else claim, -count, claim, one._since
 
             return min(others, key=rank)

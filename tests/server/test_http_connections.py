@@ -29,9 +29,12 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class World:
-    """A server of two connections, whose answers wait for `may_answer`."""
+    """A server whose answers wait for `may_answer`.
 
-    def __init__(self) -> None:
+    :param most: connections.
+    """
+
+    def __init__(self, most: int = 2) -> None:
         self.may_answer = asyncio.Event()
         self.asked = 0
         self.received = 0  # bytes of bodies
@@ -71,7 +74,7 @@ class World:
             ),
             8,
             lambda: None,
-            2,
+            most,
         )
 
     async def connect(self, said: bytes = b"", at: str = HERE) -> Connection:
@@ -97,13 +100,20 @@ def long_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     """:param monkeypatch: whose clock, see `passes`, has to last for longer than the server."""
-    made = World()
+    async with served(World()) as made:
+        yield made
+
+
+@contextlib.asynccontextmanager
+async def served(made: World) -> AsyncIterator[World]:
     serving = asyncio.create_task(made.server.serve_on(made.listener))
-    yield made
-    made.may_answer.set()
-    made.server.should_exit = True
-    await serving
-    made.listener.close()
+    try:
+        yield made
+    finally:
+        made.may_answer.set()
+        made.server.should_exit = True
+        await serving
+        made.listener.close()
 
 
 async def closed(connection: Connection) -> bool:
@@ -312,6 +322,23 @@ async def test_an_address_with_most_connections_makes_room_for_one_with_fewer(wo
     assert await answered(few)
     crowd[1][1].write(b"b" * 999)
     assert await answered(crowd[1])
+
+
+@pytest.mark.usefixtures("long_grace")
+async def test_a_body_of_an_address_with_half_of_the_connections_makes_room_for_nobody() -> None:
+    """A connection from elsewhere costs nothing, whether a request comes or not."""
+    async with served(World(4)) as world:
+        coming = [await world.connect(BEGUN, THERE) for _ in range(2)]
+        await until(world, 2)
+        busy = [await world.connect(GET, HERE) for _ in range(2)]
+        await until(world, 4)
+        assert await closed(await world.connect(b"", ELSEWHERE))
+        world.may_answer.set()
+        for one in busy:
+            assert await answered(one)
+        for one in coming:
+            one[1].write(b"b" * 999)
+            assert await answered(one)
 
 
 async def test_whole_requests_make_room_for_nobody(world: World) -> None:
