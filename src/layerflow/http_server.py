@@ -37,7 +37,7 @@ HEAD_GRACE_S = 1.0
 """A head that takes longer makes room for a new connection, in seconds: over a bad link, too, decent ones take less."""
 BODY_GRACE_S = 3.0
 """So does a body that is further behind :data:`SLOWEST_BODY`, in seconds. A connection has them for all its requests:
-what one takes of them, those after it lack until one comes faster."""
+what one takes of them, those after it lack until one comes faster, or the connection has had no request for as long."""
 _IPV6_NETWORK_BYTES = 8
 
 
@@ -225,6 +225,8 @@ def _bounded(most: int) -> type[asyncio.Protocol]:
         def data_received(self, data: bytes) -> None:
             body_came = self._busy and self.cycle.more_body
             if not self._busy and self._head_timer is None:
+                # It was the first to go. Decent bodies are late, too, by what the way from their client takes.
+                self._grace_s = min(self._grace_s + self.loop.time() - self._since, BODY_GRACE_S)
                 self._await_head()
             super().data_received(data)
             if not self._busy:

@@ -291,6 +291,28 @@ async def test_a_body_that_comes_faster_gives_a_connection_its_grace_back(
 
 
 @pytest.mark.usefixtures("long_grace")
+async def test_time_without_a_request_gives_a_connection_its_grace_back(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A body comes later than its head by what the way takes, with each request again."""
+    reader, writer = kept = await takes_all_its_grace(world, monkeypatch)
+    writer.write(b"b" * 1000)
+    world.may_answer.set()
+    await one_answer(reader)
+    world.may_answer.clear()
+    passes(monkeypatch, GRACE_S / 2)
+    writer.write(HEAD)
+    busy = await world.connect(GET)
+    await until(world, 4)
+    passes(monkeypatch, GRACE_S / 4)
+    assert await closed(await world.connect(GET)), "the body may be late again"
+    writer.write(b"b" * 1000)
+    world.may_answer.set()
+    assert await answered(kept)
+    assert await answered(busy)
+
+
+@pytest.mark.usefixtures("long_grace")
 async def test_a_fast_body_lets_no_later_one_drip_for_longer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     nbytes = int(GRACE_S) * SLOWEST_BODY
     large = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % nbytes + bytes(nbytes)
