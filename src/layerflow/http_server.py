@@ -248,10 +248,12 @@ def _bounded(most: int) -> type[asyncio.Protocol]:
                 self._begin_body()
 
         def send_400_response(self, msg: str) -> None:
-            # What is no HTTP may come behind a request that is being answered, or has been. h11 takes one answer.
+            # What is no HTTP may come behind a request that is being answered, or has been. h11 takes one answer, and
+            # none with a body to HEAD.
             if self.cycle is not None:
                 self.cycle.disconnected = True
-            if self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
+            state = self.conn.our_state
+            if state is h11.IDLE or (state is h11.SEND_RESPONSE and self.scope["method"] != "HEAD"):
                 super().send_400_response(msg)
             else:
                 self.transport.close()

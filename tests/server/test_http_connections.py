@@ -542,9 +542,21 @@ async def test_a_body_that_is_no_http_is_one_line_of_the_log(
     writer.close()
     world.may_answer.set()
     assert await answered(await world.connect(GET))
-    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == [
-        "Invalid HTTP request received."
-    ]
+    assert warnings(caplog) == ["Invalid HTTP request received."]
+
+
+async def test_a_body_that_is_no_http_ends_a_request_whose_answer_has_none(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = b"HEAD / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nno number\r\n"
+    assert await closed(await world.connect(said))
+    world.may_answer.set()
+    assert await answered(await world.connect(GET))
+    assert warnings(caplog) == ["Invalid HTTP request received."]
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 @pytest.mark.parametrize(
