@@ -16,7 +16,7 @@ from layerflow.proxy.answers import ClientResponse
 from layerflow.proxy.context import BodyBudget, make_context
 from layerflow.proxy.exchange import Exchange
 from layerflow.proxy.instances import Instance, InstanceRole, sleep_on_time
-from layerflow.proxy.legs import passed_on, post
+from layerflow.proxy.legs import post
 from layerflow.proxy.metaserver import Metaserver
 from layerflow.proxy.request import (
     CHAT,
@@ -25,6 +25,7 @@ from layerflow.proxy.request import (
     MOST_NAMES,
     Body,
     parse_body,
+    passed_on,
     prompts_in,
     read_request,
 )
@@ -224,8 +225,34 @@ async def test_a_request_of_too_many_headers_is_sent_to_no_engine():
                     COMPLETIONS, json={"prompt": ["a", "b"], "max_tokens": 1}, headers=headers
                 )
                 assert answer.status_code == status, answer.text
-            assert f"more than {MOST_HEADERS} headers" in answer.json()["error"]["message"]
+                models = await scene.client.get("/v1/models", headers=headers)
+                assert models.status_code == status, models.text
+            for refused in (answer, models):
+                assert f"more than {MOST_HEADERS} headers" in refused.json()["error"]["message"]
             assert len(decoder.seen) == 2, "the first one's prompts"
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_a_client_s_headers_are_read_once_for_all_legs(monkeypatch, order):
+    """One `Connection` may name thousands."""
+    read = []
+
+    def count(headers):
+        read.append(headers)
+        return passed_on(headers)
+
+    monkeypatch.setattr(request, "passed_on", count)
+    with StubEngine() as prefiller, StubEngine() as decoder:
+        async with proxied(prefiller, decoder, order=order) as scene:
+            headers = [("connection", "x-hop,x-other"), ("x-hop", "1"), ("x-kept", "2")]
+            answer = await scene.client.post(
+                COMPLETIONS, json={"prompt": ["a", "b", "c"], "max_tokens": 1}, headers=headers
+            )
+            assert answer.status_code == 200, answer.text
+            legs = [*prefiller.seen, *decoder.seen]
+            assert len(legs) >= 4, "three prefills, and the decoding of one list or of three prompts"
+            assert all(leg.headers["x-kept"] == "2" and "x-hop" not in leg.headers for leg in legs)
+    assert len(read) == 1
 
 
 def test_headers_stand_beside_a_long_list_of_prompts():

@@ -18,17 +18,8 @@ from layerflow.errors import ProxyError, UpstreamError
 from layerflow.proxy.answers import DONE, Event, EventParser, ResponseSink, make_event
 from layerflow.proxy.context import BodyShare
 from layerflow.proxy.instances import Instance
-from layerflow.proxy.request import NOT_JSON, Body, Headers, decode_values
+from layerflow.proxy.request import NOT_JSON, Body, Headers, decode_values, passed_on
 
-# RFC 9110 7.6.1, what is said for one connection only; and what the proxy decides itself.
-_ONE_CONNECTION = frozenset(
-    (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te")
-)
-_FRAMING = frozenset(
-    (b"transfer-encoding", b"upgrade", b"host", b"expect", b"content-length", b"content-type", b"content-encoding")
-)
-_OURS = _ONE_CONNECTION | _FRAMING | {b"trailer", b"accept-encoding", b"date", b"server"}
-_CORS = b"access-control-"  # the proxy's own `allowed_origins` decide
 _ELSEWHERE = (408, 425, 429)
 """Refusals that are about the engine's moment, not about the request: another engine may take it."""
 _CLOSED_BEFORE_S = 1.0
@@ -37,20 +28,13 @@ _REFUSAL_BYTES = 1 << 20
 """Of an engine's error; a client gets a longer one in the proxy's words."""
 
 
-def passed_on(headers: Headers) -> list[tuple[bytes, bytes]]:
-    """The headers that go on to the other side, known to the proxy or not; none that ``Connection`` names."""
-    options = [value for name, value in headers if name.lower() == b"connection"]
-    left_out = _OURS | {name.strip().lower() for value in options for name in value.split(b",")}
-    return [
-        (name, value) for name, value in headers if name.lower() not in left_out and not name.lower().startswith(_CORS)
-    ]
-
-
 def engine_headers(headers: Headers, request_id: str) -> list[tuple[bytes, bytes]]:
-    """What an engine gets: the client's headers, under the leg's own request id."""
-    kept = [(name, value) for name, value in passed_on(headers) if name.lower() != b"x-request-id"]
+    """What an engine gets, under the leg's own request id.
+
+    :param headers: see :func:`headers_for_engines`.
+    """
     return [
-        *kept,
+        *headers,
         (b"x-request-id", request_id.encode()),
         (b"content-type", b"application/json"),
         (b"accept-encoding", b"identity"),

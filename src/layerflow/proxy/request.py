@@ -214,6 +214,15 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 Headers = Sequence[tuple[bytes, bytes]]
 """Of HTTP, in the bytes in which they came: what is not ASCII has no known encoding."""
+# RFC 9110 7.6.1, what is said for one connection only; and what the proxy decides itself.
+_ONE_CONNECTION = frozenset(
+    (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te")
+)
+_FRAMING = frozenset(
+    (b"transfer-encoding", b"upgrade", b"host", b"expect", b"content-length", b"content-type", b"content-encoding")
+)
+_OURS = _ONE_CONNECTION | _FRAMING | {b"trailer", b"accept-encoding", b"date", b"server"}
+_CORS = b"access-control-"  # the proxy's own `allowed_origins` decide
 
 _BESIDE_BYTES = 256 << 20
 """What stands beside the prompts of a list, summed up over the requests that it becomes."""
@@ -229,7 +238,7 @@ class ClientRequest:
 
     :param path: of the API.
     :param prompts: of a list of prompts, the JSON of each; empty where the request has a single one.
-    :param headers: the client's.
+    :param headers: the client's that go on to engines.
     :param request_id: the client's ``x-request-id``, or a new one.
     """
 
@@ -267,20 +276,39 @@ def request_id_of(headers: Headers) -> str:
     return given if _PLAIN_ID.fullmatch(given) else uuid.uuid4().hex
 
 
-def read_request(path: str, headers: Headers, raw: bytes, request_id: str, max_prompts: int) -> ClientRequest:
-    """:raises ProxyError: 400, it is no JSON object, has too many headers or prompts, or too much beside these."""
+def passed_on(headers: Headers) -> list[tuple[bytes, bytes]]:
+    """The headers that go on to the other side, known to the proxy or not; none that ``Connection`` names."""
+    options = [value for name, value in headers if name.lower() == b"connection"]
+    left_out = _OURS | {name.strip().lower() for value in options for name in value.split(b",")}
+    return [
+        (name, value) for name, value in headers if name.lower() not in left_out and not name.lower().startswith(_CORS)
+    ]
+
+
+def headers_for_engines(headers: Headers) -> list[tuple[bytes, bytes]]:
+    """Those of a client's that go on to an engine with each leg, which has its own ``x-request-id``.
+
+    :raises ProxyError: 400, there are too many.
+    """
     if len(headers) > MOST_HEADERS:
         raise ProxyError(f"the request has more than {MOST_HEADERS} headers", 400)
+    return [(name, value) for name, value in passed_on(headers) if name.lower() != b"x-request-id"]
+
+
+def read_request(path: str, headers: Headers, raw: bytes, request_id: str, max_prompts: int) -> ClientRequest:
+    """:raises ProxyError: 400, it is no JSON object, has too many headers or prompts, or too much beside these."""
+    # Once for all legs: one `Connection` of 64 KiB names some 30,000 headers.
+    kept = headers_for_engines(headers)
     body = parse_body(raw)
     prompts = prompts_in(body.raw("prompt"), max_prompts) if path == COMPLETIONS else []
-    beside = len(raw) - len(body.raw("prompt")) + sum(len(name) + len(value) for name, value in headers)
+    beside = len(raw) - len(body.raw("prompt")) + sum(len(name) + len(value) for name, value in kept)
     if len(prompts) * beside > _BESIDE_BYTES:
         raise ProxyError(
             f"the request has {beside} bytes beside its {len(prompts)} prompts, headers among them, and is sent once "
             f"for each: more than {_BESIDE_BYTES} bytes in all; send several requests",
             400,
         )
-    return ClientRequest(path, body, headers, request_id, prompts)
+    return ClientRequest(path, body, kept, request_id, prompts)
 
 
 def prompts_in(raw: bytes, most: int) -> list[bytes]:

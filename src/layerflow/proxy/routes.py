@@ -26,10 +26,19 @@ from layerflow.http_server import SLOWEST_BODY
 from layerflow.proxy.answers import ClientGone, ClientResponse, Send, error_body
 from layerflow.proxy.context import AbortReason, BodyShare, OpenRequest, ProxyContext
 from layerflow.proxy.instances import Instance, InstanceRole
-from layerflow.proxy.legs import engine_headers, passed_on
+from layerflow.proxy.legs import engine_headers
 from layerflow.proxy.metaserver import read_posted
 from layerflow.proxy.orders import serve
-from layerflow.proxy.request import CHAT, COMPLETIONS, NOT_JSON, header, read_request, request_id_of
+from layerflow.proxy.request import (
+    CHAT,
+    COMPLETIONS,
+    NOT_JSON,
+    header,
+    headers_for_engines,
+    passed_on,
+    read_request,
+    request_id_of,
+)
 
 # Bodies of requests, bounded in size and time, and of refusals.
 
@@ -327,7 +336,11 @@ class Info:
     async def models(self, request: Request) -> Response:
         """What a decoder answers."""
         tried: list[Instance] = []
-        headers = engine_headers(request.headers.raw, request_id_of(request.headers.raw))
+        came = request.headers.raw
+        try:
+            headers = engine_headers(headers_for_engines(came), request_id_of(came))
+        except ProxyError as error:
+            return refusal(error)
         most = self._context.settings.max_request_bytes
         while True:
             try:
