@@ -49,10 +49,9 @@ class UvicornServer(uvicorn.Server):
     :param most: connections at once. One more takes another's place, one's of the first kind that there is: without a
         request; with a head that has not come for longer than a decent one takes; with a body slower than
         :data:`SLOWEST_BODY`; with an answer that its client takes slower; with a head that may be coming, or any body
-        of an origin (see :func:`origin_of`) that has more than half of all connections, for another one. Of these it is
-        the origin's with most, and of its own the longest one's. Else it is closed itself: requests that are whole, and
-        answers that clients take, are ended for nobody, and those that come as a decent client's do only where one
-        origin has more than half.
+        or pipelined request of an origin (see :func:`origin_of`) that has more than half of all connections, for
+        another one. Of these it is the origin's with most, and of its own the longest one's. Else it is closed itself:
+        other requests that are whole, and answers that clients take, are ended for nobody.
     """
 
     def __init__(
@@ -152,7 +151,7 @@ class _Claim(IntEnum):
     SLOW_BODY = 2
     SLOW_ANSWER = 3
     NEW = 4
-    BODY = 5
+    FAIR = 5  #: good while its origin has no more than half of all places
     WHOLE = 6
 
 
@@ -168,6 +167,7 @@ def _bounded(most: int) -> type[asyncio.Protocol]:
             self._grace_s = BODY_GRACE_S  #: of the connection, that its bodies may be behind
             self._late_at = 0.0  #: the body that is coming, unless more of it comes
             self._origin = b""
+            self._pipelined = False  #: its request: more of them may follow, and it is never without one
             self._waits_since = 0.0  #: an answer, while writing is paused
             self._untaken = 0  #: bytes of it by then
 
@@ -190,8 +190,8 @@ def _bounded(most: int) -> type[asyncio.Protocol]:
 
             def rank(one: Any) -> tuple[_Claim, int, _Claim, float]:
                 claim, count = one._claim(now), counts[one._origin]
-                # The new one may never send a request: a body gives way where the place is not its origin's fair share.
-                gives_way = claim is _Claim.BODY and count > own and count > most // 2
+                # The new one may never send a request.
+                gives_way = claim is _Claim.FAIR and count > own and count > most // 2
                 return _Claim.NEW if gives_way else claim, -count, claim, one._since
 
             return min(others, key=rank)
@@ -205,8 +205,10 @@ def _bounded(most: int) -> type[asyncio.Protocol]:
             """How good its claim is to its place. A new connection's is weaker than that of a decent request."""
             if self._busy:
                 if not self.cycle.more_body:
-                    return _Claim.SLOW_ANSWER if self.flow.write_paused and now > self._takes_until() else _Claim.WHOLE
-                return _Claim.SLOW_BODY if now > self._late_at else _Claim.BODY
+                    if self.flow.write_paused and now > self._takes_until():
+                        return _Claim.SLOW_ANSWER
+                    return _Claim.FAIR if self._pipelined else _Claim.WHOLE
+                return _Claim.SLOW_BODY if now > self._late_at else _Claim.FAIR
             if self._head_timer is None:  # nor is the first one awaited
                 return _Claim.IDLE
             return _Claim.SLOW_HEAD if now > self._since + HEAD_GRACE_S else _Claim.NEW
@@ -233,6 +235,7 @@ def _bounded(most: int) -> type[asyncio.Protocol]:
                 return
             if self._head_timer is not None:
                 self._stop_timer()
+                self._pipelined = False
                 self._begin_body()
             elif body_came:
                 self._late_at += len(data) / SLOWEST_BODY
@@ -245,6 +248,7 @@ def _bounded(most: int) -> type[asyncio.Protocol]:
             self._since = self.loop.time()
             super().on_response_complete()
             if self._busy:  # with a request that had come behind the one that is answered
+                self._pipelined = True
                 self._begin_body()
 
         def send_400_response(self, msg: str) -> None:

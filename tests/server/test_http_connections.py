@@ -363,6 +363,21 @@ async def test_a_body_of_an_address_with_half_of_the_connections_makes_room_for_
             assert await answered(one)
 
 
+async def test_who_pipelines_makes_room_for_an_address_with_fewer_connections(world: World) -> None:
+    """It has a request at every instant, and need never be without one."""
+    crowd = [await world.connect(GET.replace(b"/", b"/nowhere", 1) + GET, THERE) for _ in range(2)]
+    await until(world, 2)
+    for reader, _ in crowd:
+        await reader.readuntil(b"\r\n\r\nNot Found")
+    assert await closed(await world.connect(GET, THERE)), "it has no fewer"
+    few = await world.connect(GET)
+    assert await closed(crowd[0])
+    await until(world, 3)
+    world.may_answer.set()
+    assert await answered(few)
+    assert await answered(crowd[1])
+
+
 async def test_whole_requests_make_room_for_nobody(world: World) -> None:
     crowd = [await world.connect(GET, THERE) for _ in range(2)]
     await until(world, 2)
