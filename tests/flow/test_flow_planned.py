@@ -147,18 +147,24 @@ def one_request(count: int) -> tuple[tuple[Part, ...], list[FailedRange]]:
     return (Part("a", 0, 1),) * count, [FailedRange(0, at, at + 1, f"{at}") for at in reversed(range(count))]
 
 
+def own_reasons(count: int) -> tuple[tuple[Part, ...], list[FailedRange]]:
+    """Every request is lost with a reason of its own, first every second one: what is left to save lies in pieces."""
+    order = [*range(0, count, 2), *range(1, count, 2)]
+    return tuple(Part(f"{at}", 0, 1) for at in range(count)), [FailedRange(0, at, at + 1, f"{at}") for at in order]
+
+
 def all_parts(count: int) -> tuple[tuple[Part, ...], list[FailedRange]]:
     """All parts are lost with every range."""
     return tuple(Part(f"{at}", 0, 1) for at in range(count)), [FailedRange(0, 0, count, "gone")] * count
 
 
-@pytest.mark.parametrize("lost", [one_part, one_request, all_parts])
+@pytest.mark.parametrize("lost", [one_part, one_request, own_reasons, all_parts])
 @pytest.mark.parametrize("aborted", [False, True])
 @pytest.mark.parametrize("earlier", [False, True])
 def test_ten_times_as_many_failed_ranges_are_ten_times_the_work(lost, aborted, earlier):
     def work(count: int) -> int:
         parts, ranges = lost(count)
-        flow = Flow(Limits())
+        flow = Flow(Limits(max_granted_bytes=10))  # nearly all that is saved is yet to be granted
         flow.handle(SessionOpened(0, (LayerShape(0, 10),) * 2), 100.0)
         flow.handle(StepOpened(0, 1, 200.0, 300.0, parts, parts, planned=True), 100.0)
         for request in {part.request for part in parts} if aborted else ():

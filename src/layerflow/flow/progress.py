@@ -551,9 +551,11 @@ def _check_failed(loads: TransferJob, failed: Iterable[FailedRange]) -> None:
 def _lose_blocks(state: State, loads: TransferJob, failed: Iterable[FailedRange], out: list[Command]) -> None:
     """Blocks of planned loads have failed. Each is looked at once, however often it is told.
 
-    What a request saves is cancelled at its first loss, once: a worker opens no step while it tells of one's end.
+    What a request saves is cancelled at its first loss, once: a worker opens no step while it tells of one's end. All
+    requests of an event are cancelled together, with its first reason: each time costs all that open steps save.
     """
-    hurt: dict[str, list[int]] = {}
+    hurt: list[int] = []
+    first_reason = ""
     for group, lo, hi, reason in failed:
         transfer = loads.transfers[group]
         for fresh in missing(transfer.failed, lo, hi):
@@ -567,6 +569,6 @@ def _lose_blocks(state: State, loads: TransferJob, failed: Iterable[FailedRange]
                 request = loads.parts[position].request
                 if request not in loads.hurt:
                     loads.hurt.add(request)
-                    hurt.setdefault(reason, []).append(position)
-    for reason, positions in hurt.items():
-        invalidate_saves(state, loads.step, positions, reason, out)
+                    hurt.append(position)
+                    first_reason = first_reason or reason
+    invalidate_saves(state, loads.step, hurt, first_reason, out)
