@@ -120,6 +120,20 @@ def test_an_end_does_not_come_true_without_what_was_to_be_told_before_it():
     assert world.flow.statistics().steps == 1
 
 
+@pytest.mark.parametrize("cut", ["fence", "deadline"])
+def test_loads_that_are_cut_off_end_whatever_was_told_of_them(cut):
+    world = Planned(saves=PARTS)
+    stored = world.save(world.out) + world.send(LoadsLost(0, 1, (FailedRange(0, 0, 1, "gone"),)))
+    with pytest.raises(InvalidTransition):
+        world.send(LoadsMoved(0, 1, 0))
+    if cut == "deadline":
+        world.now = 200.0
+    out = world.send(Tick() if cut == "deadline" else LoadsFenced(0, 1, "the wait was cut"))
+    assert failed(out) == [("a", 1, 3), ("b", 3, 7)] and not of(out, LoadsDone)
+    out = world.send(LoadsMoved(0, 1, 0)) + world.send(StepClosed(0, 1, True))
+    assert of(out, LoadsDone) and of(out, StepDone) and not of(stored + out, Commit)
+
+
 def lines_run(work: Callable[[], object]) -> int:
     """Lines of Python that run, loops' each time."""
     count, before = 0, sys.gettrace()

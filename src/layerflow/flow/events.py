@@ -360,7 +360,8 @@ class LoadsMoved:
 
     :param nbytes: that arrived.
     :param failed: what was not told by :class:`LoadsLost`.
-    :param lost_ranges: how many were: where one of those events was impossible, this one is too.
+    :param lost_ranges: how many were: where one of those events was impossible, this one is too, unless the loads were
+        cut off, and so all failed, before.
     """
 
     session: int

@@ -522,7 +522,8 @@ def loads_moved(state: State, event: LoadsMoved, out: list[Command]) -> None:
     if not loads.in_flight_count:
         state.counters.late_reports += 1
         return
-    if event.lost_ranges != loads.lost_ranges:
+    # Where the loads are cut off, all of them have failed: whatever was told of them, this ends them.
+    if loads.state is OPEN and event.lost_ranges != loads.lost_ranges:
         raise step.impossible(
             f"ended with {event.lost_ranges} failed ranges told, of {loads.lost_ranges} possible ones"
         )
