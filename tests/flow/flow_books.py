@@ -34,7 +34,11 @@ class Side:
 
 @dataclass
 class Pass:
-    """A step, as the model sees it. :param moving: its worker moves its loads, and has not said that they ended."""
+    """A step, as the model sees it.
+
+    :param moving: its worker moves its loads, and has not said that they ended.
+    :param lost: what it has said of them that failed: (group, lo, hi).
+    """
 
     event: StepOpened
     sides: tuple[Side, Side]
@@ -43,6 +47,7 @@ class Pass:
     closed: bool = False
     loads_done: int = 0
     moving: bool = False
+    lost: list[tuple[int, int, int]] = field(default_factory=list)
     done: StepDone | None = None
 
 

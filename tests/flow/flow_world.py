@@ -158,28 +158,38 @@ class World:
             said += self.end_call(next(iter(self.writes.calls.values())))
         return said
 
-    def moved(self, session, step, failed=(), layers=sys.maxsize, earlier=0) -> list[Command]:
+    def lose(self, session, step, failed) -> list[Command]:
+        """A worker tells what has failed of the loads that it moves itself, whose end follows: (group, lo, hi)."""
+        self.live[session, step].lost += failed
+        return self.send(LoadsLost(session, step, tuple(FailedRange(*one, "gone") for one in failed)))
+
+    def moved(self, session, step, failed=(), layers=sys.maxsize, told=None) -> list[Command]:
         """A worker ends the loads that it moves itself.
 
-        :param failed: (group, lo, hi). :param layers: so many have come, where the loads were cut off.
-        :param earlier: so many of the failed ranges are told before the end.
+        :param failed: beside what was told before: (group, lo, hi).
+        :param layers: so many have come, where the loads were cut off. :param told: so many ranges, it says, were told
+            before; None = all that were.
         """
-        side, nbytes = self.live[session, step].sides[LOAD], 0
+        one, nbytes = self.live[session, step], 0
+        side = one.sides[LOAD]
         for layer, shape in enumerate(self.layers[session][:layers]):
-            holes = [(lo, hi) for group, lo, hi in failed if group == shape.group]
+            holes = [(lo, hi) for group, lo, hi in [*one.lost, *failed] if group == shape.group]
             for part, (lo, hi) in zip(side.parts, side.ranges, strict=True):
                 for block in range(lo, hi) if part.group == shape.group else ():
                     if not any(start <= block < end for start, end in holes):
                         at = block * shape.block_bytes
                         side.done.setdefault(layer, []).append((at, at + shape.block_bytes))
                         nbytes += shape.block_bytes
-        ranges = tuple(FailedRange(*one, "replaced") for one in failed)
-        said = self.send(LoadsLost(session, step, ranges[:earlier])) if earlier else []
-        return said + self.send(LoadsMoved(session, step, nbytes, ranges[earlier:], earlier))
+        ranges = tuple(FailedRange(*each, "replaced") for each in failed)
+        return self.send(LoadsMoved(session, step, nbytes, ranges, len(one.lost) if told is None else told))
 
     def moving(self) -> list[tuple[int, int]]:
         """Steps whose loads are moved by their worker, and have not ended."""
         return [key for key, one in self.live.items() if one.moving]
+
+    def telling(self) -> set[int]:
+        """Sessions whose worker tells of loads that have failed: it opens no step until it has told of their end."""
+        return {key[0] for key in self.moving() if self.live[key].lost and not self.live[key].sides[LOAD].cut}
 
     def done(self, batch: Submit) -> list[Command]:
         return self.send(BatchDone(batch.session, batch.batch))

@@ -84,9 +84,9 @@ class FlowMachine(TransferRules):
         self.sessions += 1
 
     @rule(data=st.data())
-    @precondition(lambda self: self.world.layers and len(self.world.live) < 6)
+    @precondition(lambda self: self.world.layers.keys() - self.world.telling() and len(self.world.live) < 6)
     def step_opened(self, data):
-        session = data.draw(st.sampled_from(sorted(self.world.layers)))
+        session = data.draw(st.sampled_from(sorted(self.world.layers.keys() - self.world.telling())))
         groups = sorted({shape.group for shape in self.world.layers[session]})
         part = st.builds(Part, REQUESTS, st.sampled_from(groups), st.integers(1, 6))
         loads = [self._needing(data, session, one) for one in data.draw(st.lists(part, max_size=5))]
@@ -137,21 +137,30 @@ class FlowMachine(TransferRules):
             if self.world.can_move(submit) or self.world.steps[submit.session, submit.step].sides[submit.direction].cut
         ]
 
-    @rule(data=st.data(), layers=st.integers(0, 5))
+    @rule(data=st.data(), layers=st.integers(0, 5), told=st.sampled_from([None, 0, 3]))
     @precondition(lambda self: self.world.moving())
-    def loads_moved(self, data, layers):
+    def loads_moved(self, data, layers, told):
         """What a worker moves by itself has ended: in full but for what it says has failed, or what was cut off."""
         key = data.draw(st.sampled_from(sorted(self.world.moving())))
-        side = self.world.live[key].sides[Direction.LOAD]
-        failed = []
+        cut = self.world.live[key].sides[Direction.LOAD].cut
+        self.stale += [LoadsMoved(*key, 0), LoadsLost(*key, ())]
+        self.world.moved(*key, self._failing(data, key), *((layers, told) if cut else ()))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.world.moving())
+    def loads_lost(self, data):
+        """Some of it has failed, and its end is yet to be told."""
+        key = data.draw(st.sampled_from(sorted(self.world.moving())))
+        self.world.lose(*key, self._failing(data, key))
+
+    def _failing(self, data, key):
+        side, failed = self.world.live[key].sides[Direction.LOAD], []
         for index in data.draw(st.lists(st.integers(0, len(side.parts) - 1), max_size=4)):
             group, (lo, hi) = side.parts[index].group, side.ranges[index]
             last = max(end for part, (_, end) in zip(side.parts, side.ranges, strict=True) if part.group == group)
             first = data.draw(st.integers(lo, hi - 1))
             failed.append((group, first, data.draw(st.integers(first + 1, last))))
-        self.stale += [LoadsMoved(*key, 0), LoadsLost(*key, ())]
-        earlier = data.draw(st.integers(0, len(failed)))
-        self.world.moved(*key, failed, layers if side.cut else sys.maxsize, earlier)
+        return failed
 
     @rule(data=st.data())
     @precondition(lambda self: self.world.flying)
