@@ -6,15 +6,16 @@ import itertools
 import time
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 
 from layerflow.config.settings import Settings
-from layerflow.errors import ProtocolError
+from layerflow.errors import REASON_CHARS, ProtocolError
 from layerflow.hosts.backend import ObjectStatus
 from layerflow.pool.base import NewObject
-from layerflow.server.peers.attachment import AttachmentState, PeerAttachment
+from layerflow.server.peers.attachment import AttachmentState, PeerAttachment, PeerTarget
 from layerflow.server.peers.handoffs import HandoffReading
 from layerflow.server.peers.questions import Offer, Offers, PeerAnswer, PeerQuestions
 from layerflow.server.peers.source import ModelCompatibility, PeerSource
@@ -188,6 +189,41 @@ async def test_what_one_peer_says_of_models_answers_no_other() -> None:
     models.answered(as_peer(a), wire.PeerCompared(1, "said by another"))
     models.answered(as_peer(b), wire.PeerCompared(1, "the dtype differs"))
     assert models.differences.get("a", {}) == {} and models.differences["b"] == {"m": "the dtype differs"}
+
+
+LONG = "x" * (64 << 10)
+CUT = f"{'x' * (REASON_CHARS - 3)}..."
+
+
+async def test_what_a_peer_answers_has_a_short_reason() -> None:
+    world = World()
+    world.answer(world.a, msgspec.structs.replace(found(world.ask(world.a, KEYS[0]), 7), reason=LONG))
+    assert world.told[-1].reason == CUT
+    spec = ModelSpec("m", "c", (GroupSpec("full", 4, (0,), (Plane("k", "uint8", (8,)),)),), chunk_tokens=16)
+    models = ModelCompatibility(lambda: [spec], itertools.count(1))
+    models.compare(as_peer(world.a), spec)
+    models.answered(as_peer(world.a), wire.PeerCompared(1, LONG))
+    assert models.differences == {"a": {"m": CUT}}
+
+
+def test_each_block_of_a_lease_that_a_peer_ends_has_a_short_reason() -> None:
+    offers, peer, told = Offers(), attachment("p"), []
+    lease = offers.add(peer, KEYS[:1], found(1, 7), time.monotonic(), 60.0)
+    source: Any = SimpleNamespace(offers=offers, _give_up=lambda *given: told.append(given))
+    PeerSource._progress(source, peer, wire.PeerProgress(7, b"", 0, reason=LONG))
+    assert told == [(lease, f"peer p: {CUT}")] and not len(offers)
+
+
+async def test_what_a_peer_refuses_and_why_it_is_lost_is_told_shortly() -> None:
+    listener, target = Mock(), PeerTarget(name="p", address="ipc:///nowhere", link="tcp")
+    peer = PeerAttachment(target, Mock(), bytes(16), name="here", max_bytes=1 << 20, listener=listener)
+    peer._handle(wire.Problem(3, "no", LONG))
+    listener.peer_refused.assert_called_once_with(peer, 3, CUT)
+    peer.welcome = Mock()
+    peer._fail(f"it refuses: {LONG}")
+    listener.peer_lost.assert_called_once_with(peer, peer.reason)
+    assert len(peer.reason) == REASON_CHARS
+    peer.close()
 
 
 async def test_a_lookup_of_a_hand_off_that_is_refused_gives_back_what_it_was_lent_itself() -> None:

@@ -8,12 +8,13 @@ from typing import Any, cast
 
 import pytest
 
+from layerflow.errors import REASON_CHARS
 from layerflow.server.handoffs.handoff import HandoffRecord, HandoffStatus
 from layerflow.server.handoffs.registry import Handoffs
 from layerflow.server.peers.attachment import PeerAttachment
 from layerflow.server.peers.handoff_parts import HandoffParts
 from layerflow.wire import messages as wire
-from peers.test_liars import FakePeer
+from peers.test_liars import LONG, FakePeer
 
 
 class World:
@@ -51,3 +52,10 @@ async def test_what_another_peer_refuses_fails_no_part(world: World) -> None:
     assert not world.told and not world.given_up
     world.parts.refused(cast(PeerAttachment, world.a), world.number, "no room")
     assert world.told == ["its part at a is refused: no room"] == world.given_up
+
+
+async def test_a_part_that_fails_has_a_short_reason(world: World) -> None:
+    state = wire.PeerHandoffState(world.number, "h", HandoffStatus.FAILED.value, LONG)
+    world.parts.part_answered(cast(PeerAttachment, world.a), state)
+    [why] = world.told
+    assert world.given_up == [why] and len(why) < 2 * REASON_CHARS

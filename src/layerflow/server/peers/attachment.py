@@ -16,7 +16,7 @@ import structlog
 import zmq
 
 from layerflow._version import __version__
-from layerflow.errors import LayerflowError, ProtocolError, RemoteError, SessionUnknown, VersionMismatch
+from layerflow.errors import LayerflowError, ProtocolError, RemoteError, SessionUnknown, VersionMismatch, shortened
 from layerflow.server.mailboxes import SLICE_S
 from layerflow.system.descriptors import FOR_CLIENTS, has_room
 from layerflow.wire import codec
@@ -310,6 +310,7 @@ class PeerAttachment:
 
     def _fail(self, why: str, delay: float | None = None) -> None:
         """Lost, or never had: try again later."""
+        why = shortened(why)
         was_up = self.welcome is not None
         if was_up or why != self.reason:
             log.warning("peer_down", peer=self.target.name, address=self.target.address, reason=why)
@@ -375,7 +376,7 @@ class PeerAttachment:
                 # A lease that is renewed lasts from when this server asked for that, which cannot be in the future.
                 self._listener.peer_renewed(self, min(message.sent, time.monotonic()), message.renew)
             case wire.Problem() if message.id >= 0:
-                self._listener.peer_refused(self, message.id, message.message)
+                self._listener.peer_refused(self, message.id, shortened(message.message))
             case wire.Problem():
                 raise RemoteError(message.code, message.message)
             case _:

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from layerflow.errors import shortened
 from layerflow.server.handoffs.handoff import HandoffRecord, HandoffStatus
 from layerflow.server.handoffs.registry import Handoffs
 from layerflow.server.peers.attachment import PeerAttachment
@@ -108,7 +109,7 @@ class HandoffParts:
             return
         elif message.state not in (HandoffStatus.OPEN.value, HandoffStatus.COMPLETE.value):
             story = f"{message.state}: {message.reason}" if message.reason else message.state
-            self._fail(parts, f"its part at {peer.target.name} is {story}")
+            self._fail(parts, f"its part at {peer.target.name} is {shortened(story)}")
             return
         if not parts.waiting:
             self._answer(parts, "")

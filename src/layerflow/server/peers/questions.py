@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import structlog
 
-from layerflow.errors import ProtocolError
+from layerflow.errors import ProtocolError, shortened
 from layerflow.server.peers.attachment import PeerAttachment
 from layerflow.wire import messages as wire
 from layerflow.wire.packing import unpack_u32, unpack_u64
@@ -288,7 +288,7 @@ class PeerQuestions:
             question.leases.append(lease)
             question.found |= lease.offers.keys()
             question.open = question.open or any(offer.open for offer in lease.offers.values())
-        question.reason = question.reason or message.reason
+        question.reason = question.reason or shortened(message.reason)
         question.failed = question.failed or message.failed
         self._peer_done(message.id)
 

@@ -16,7 +16,7 @@ import structlog
 
 from layerflow.config.peers import MAX_ATTACHED
 from layerflow.config.settings import Settings
-from layerflow.errors import ProtocolError
+from layerflow.errors import ProtocolError, shortened
 from layerflow.expiring import ExpiringSet
 from layerflow.flow.commands import Call
 from layerflow.flow.cost import LinkCost, LinkModel
@@ -345,7 +345,7 @@ class PeerSource:
         if lease is None:
             return
         if message.reason:
-            self._give_up(lease, f"peer {peer.target.name}: {message.reason}")
+            self._give_up(lease, f"peer {peer.target.name}: {shortened(message.reason)}")
             self.offers.forget(lease)
             return
         if message.layers < 0:
@@ -484,9 +484,9 @@ class ModelCompatibility:
         found = self.differences.setdefault(peer.target.name, {})
         if not message.difference:
             found.pop(spec.name, None)
-        elif found.get(spec.name) != message.difference:
-            found[spec.name] = message.difference
-            log.warning("peer_differs", peer=peer.target.name, model=spec.name, difference=message.difference)
+        elif found.get(spec.name) != (difference := shortened(message.difference)):
+            found[spec.name] = difference
+            log.warning("peer_differs", peer=peer.target.name, model=spec.name, difference=difference)
 
 
 class RemotePartitions:
