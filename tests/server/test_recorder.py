@@ -333,6 +333,25 @@ def test_of_more_spans_than_an_answer_takes_the_newest_are_told(embed: Embed, mo
     control.close()
 
 
+def test_a_question_that_a_worker_never_answers_ends_with_its_recording(
+    embed: Embed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = embed()
+    questions = server.server._server_context.span_questions
+    asked: list[wire.SpansWanted] = []
+    with worker_on(server, spec=SPEC):
+        monkeypatch.setattr(questions, "_send", lambda _, message: asked.append(message))
+        for number in range(3):
+            apply(server, path=tmp_path / str(number))
+            assert eventually(lambda number=number: len(asked) == number + 1)  # type: ignore[misc]
+            apply(server)
+            assert server.call(lambda: len(questions._asked)) == 0
+        worker = server.call(lambda: next(session for session in server.server.sessions if session.memory))
+        late = wire.Spans(asked[0].id, 1, [wire.StepSpans(1, 1.0, b"")])
+        server.call(lambda: questions.answered(worker, late))
+    assert not of(contents(tmp_path / "2"), StepSpans)
+
+
 async def test_steps_without_spans_count_too() -> None:
     """A worker may tell of as many as it likes."""
     worker = cast(ClientSession, SimpleNamespace(number=1, name="e", spec=None))

@@ -235,7 +235,7 @@ class Recorder:
         self._ended: list[RecordingThread] = []
         self._sample_due = 0.0
         self._measured: dict[int, int] = {}  # by session, how many of its steps have told their spans
-        self._asking: set[int] = set()
+        self._asking: dict[int, int] = {}  # by session, the question that it has not answered yet
         self._all_told = asyncio.Event()
 
     def follow(self, settings: RecordSettings) -> None:
@@ -320,8 +320,7 @@ class Recorder:
             number = worker.number
             if number in self._asking:
                 continue
-            self._asking.add(number)
-            self._questions.ask(
+            self._asking[number] = self._questions.ask(
                 worker,
                 after=self._measured.get(number, 0),
                 since=current.began,
@@ -377,7 +376,6 @@ class Recorder:
         self.current = begun = RecordingThread(path, max_bytes)
         self._until, self._asked = until, False
         self._measured.clear()
-        self._asking.clear()
         self._sample_due = 0.0
         for note in self._standing(begun.began):
             begun.note(note)
@@ -388,6 +386,9 @@ class Recorder:
     def _end(self, reason: str) -> None:
         assert self.current is not None
         ended, self.current = self.current, None
+        for question in self._asking.values():
+            self._questions.withdraw(question)
+        self._asking.clear()
         self._ended.append(ended)
         self._last = RecorderStatistics(
             False,
@@ -416,10 +417,8 @@ class Recorder:
                 )
 
     def _take_spans(self, asker: RecordingThread, session: int, answer: wire.Spans | None) -> None:
-        if asker is not self.current:
-            return
         if answer is None or not answer.more:
-            self._asking.discard(session)
+            del self._asking[session]
             if not self._asking:
                 self._all_told.set()
         if answer is None:
