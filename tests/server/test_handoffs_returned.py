@@ -573,3 +573,24 @@ def test_what_others_bring_has_come_where_its_hand_off_has_not_heard_of_it_yet(a
     assert handoff.status is HandoffStatus.OPEN
     arena.turns()
     assert handoff.status is HandoffStatus.COMPLETE
+
+
+def test_what_others_brought_and_is_hidden_before_its_hand_off_hears_of_it_gets_no_room_again(arena: Arena) -> None:
+    """As where a load finds its header broken."""
+    prompt = Prompt(8)
+    arena.pool.reserve([*prompt.all.values()], "fetch")
+    assert arena.open("h", prompt) == ""
+    handoff = arena.handoffs.get("h")
+    assert handoff is not None
+    arena.pool.commit(prompt.keys, "fetch")
+    arena.handoffs.expire(0.0)
+    arena.pool.hide(prompt.keys[-3:])
+    arena.handoffs.expire(0.0)
+    assert len(handoff.pending) == 7 and not handoff.reserved_here, "it has heard of one"
+    arena.turns()
+    arena.handoffs.end("h", "P", prompt.tokens, "", 0.0)
+    arena.handoffs.release("h", 0.0)
+    arena.turns()
+    figures = arena.pool.statistics()
+    assert (arena.kept, figures.pinned, figures.half_written) == (0, 0, 0)
+    arena.pool.validate()

@@ -555,7 +555,12 @@ class Handoffs:
             return
         here = [key for key, there in zip(stored_by_others, self._pool.lookup(stored_by_others), strict=True) if there]
         self.stored(here, now)
-        gone = [key for key in handoff.stored_by_others.difference(here) if self._pool.writer(key) is None]
+        gone = [
+            key
+            for key in handoff.stored_by_others.difference(here)
+            # Of the others it is to hear that they came, though they may be hidden by then.
+            if handoff in self._waiting.get(key, ()) and self._pool.writer(key) is None
+        ]
         if gone:
             self._keep_again(
                 handoff, gone, f"{len(gone)} of its objects did not come: their save or fetch was given up"
