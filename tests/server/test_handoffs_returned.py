@@ -456,6 +456,27 @@ def test_what_is_made_room_for_is_not_taken_by_whoever_made_it(arena: Arena) -> 
     assert states(arena, "mine") == [HandoffStatus.OPEN] and refused
 
 
+def test_a_key_takes_nothing_back_while_all_that_goes_is_for_this_machines_engines(arena: Arena) -> None:
+    prompts = {name: Prompt(COUNT // 2) for name in ("one", "two", "three")}
+    for name, prompt in prompts.items():
+        assert arena.open(name, prompt, key="remote") == ""
+        arena.store(name, prompt)
+        arena.turns()
+    opening = arena.opening("mine", Prompt(COUNT // 10))
+    while not arena.handoffs._share._lacking:
+        next(opening)
+    assert arena.open("more", Prompt(8), key="remote")
+    with contextlib.suppress(StopIteration):
+        while True:
+            next(opening)
+    assert states(arena, "mine", *prompts) == [
+        HandoffStatus.OPEN,
+        HandoffStatus.REVOKED,
+        HandoffStatus.COMPLETE,
+        HandoffStatus.COMPLETE,
+    ]
+
+
 def test_one_that_makes_room_while_it_is_being_opened_says_so(arena: Arena) -> None:
     opening = arena.opening("theirs", Prompt(), key="remote")
     while not arena.kept:

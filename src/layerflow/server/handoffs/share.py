@@ -181,6 +181,8 @@ class HandoffShare:
 
         Past what others give it, its own complete ones go. Those of this machine's engines that are not complete stay.
         """
+        if key and "" in self._lacking:
+            return None  # whatever goes is for this machine's engines: nothing of this key would fit
         givers = sorted(self._givers(key, wanted), key=lambda giver: giver[1].kept.nbytes, reverse=True)
         for each, part in givers:
             found = part.take_complete()
