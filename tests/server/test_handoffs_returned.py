@@ -508,6 +508,34 @@ def test_objects_that_engines_of_two_models_name_alike_are_given_back_as_they_we
     assert arena.kept == 0 and not arena.handoffs._share._parts and not arena.pool.statistics().pinned
 
 
+@pytest.mark.parametrize("key", ["", "remote"])
+def test_a_prompt_that_another_engine_opens_between_two_slices_is_counted_once(arena: Arena, key: str) -> None:
+    prompt = Prompt()
+    assert arena.open("others", Prompt(8), key="another key") == ""
+    opening = arena.opening("first", prompt, key=key)
+    for _ in range(COUNT // OBJECTS_PER_SLICE):
+        next(opening)
+    assert arena.open("second", prompt, engine="Q", key=key) == ""
+    with pytest.raises(StopIteration) as opened:
+        while True:
+            next(opening)
+    assert opened.value.value == ""
+    assert states(arena, "first", "second", "others") == [HandoffStatus.OPEN] * 3
+    assert arena.kept == (COUNT + 8) * NBYTES
+
+
+def test_what_ends_between_two_slices_keeps_no_other_out(arena: Arena) -> None:
+    assert arena.open("first", Prompt()) == ""
+    opening = arena.opening("second", Prompt())
+    next(opening)
+    arena.handoffs.release("first", 0.0)
+    arena.turns()
+    with pytest.raises(StopIteration) as opened:
+        while True:
+            next(opening)
+    assert opened.value.value == "" and states(arena, "second") == [HandoffStatus.OPEN]
+
+
 # Many that end together.
 
 MANY = 40

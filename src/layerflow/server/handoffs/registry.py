@@ -303,6 +303,7 @@ class Handoffs:
         share, key = self._share, handoff.key
         objects: list[Mapping[bytes, NewObject]] = []
         share.begin(handoff)
+        kept, unfinished = share.with_all(key, 0), share.unfinished.nbytes
         fixed = wanted = 0
         for few in slices:
             objects.append(few)
@@ -311,8 +312,9 @@ class Handoffs:
             yield
             if handoff.status is not HandoffStatus.ANNOUNCED:
                 return handoff.story()
-        wanted = share.with_all(key, wanted)
-        fixed += share.unmoved(key, wanted)
+        # Another one may have begun to keep some of these between two slices: it counts once, and what has ended not.
+        wanted += min(kept, share.with_all(key, 0))
+        fixed += min(unfinished, share.unfinished.nbytes) - share.moved(key, wanted)
         if fixed > (most := share.room()):
             return f"hand-offs that are not complete would keep {fixed} bytes; pd.handoff_share allows {most:.0f}"
         lacks = False

@@ -171,10 +171,9 @@ class HandoffShare:
         if not self._lacking[key]:
             del self._lacking[key]
 
-    def unmoved(self, key: str, wanted: int) -> int:
-        """What hand-offs keep that are not complete and make no room for a key that is to keep `wanted` in all."""
-        moved = (part.unfinished.nbytes for each, part in self._givers(key, wanted) if each)
-        return self.unfinished.nbytes - sum(moved)
+    def moved(self, key: str, wanted: int) -> int:
+        """What hand-offs keep that are not complete and make room for a key that is to keep `wanted` in all."""
+        return sum(part.unfinished.nbytes for each, part in self._givers(key, wanted) if each)
 
     def next_to_go(self, key: str, wanted: int) -> HandoffRecord | None:
         """Which hand-off makes room for a key that is to keep `wanted` in all; None = none does.
