@@ -14,6 +14,8 @@ from unittest.mock import Mock
 import pytest
 from e2e.known import small_spec
 
+from layerflow.flow.commands import Arrived, TransferDone
+from layerflow.flow.events import Hop
 from layerflow.hits import NO_BLOCKS, HitLength, Tail
 from layerflow.keys import object_keys
 from layerflow.objects import HEADER_BYTES
@@ -470,3 +472,77 @@ async def test_what_a_remote_key_leases_is_counted_for_it_until_it_ends() -> Non
     assert world.leases._share.nbytes == 8 * world.nbytes, "it outlives its client"
     world.leases.end(lease_owner(remote.engine, "r0"))
     assert world.leases._share.nbytes == 0 and not world.leases._owners
+
+
+def bring(world: Shared, asker: ClientSession, request: str, until: float = math.inf) -> Callable[[], None]:
+    """Lease eight objects that are on their way, as a lookup does it; what is returned lets them come."""
+    number = next(world.incoming.numbers)
+    objects = [NewObject(b"%16d%8d" % (number, at), HEADER_BYTES + 8, 1, 16) for at in range(8)]
+    keys = [new.key for new in objects]
+    source = IncomingFetches(world.incoming, lambda _: True, lambda *_: None)
+    job = IncomingFetchJob(number, source, keys, (0,), set(range(8)), objects=objects)
+    world.pool.reserve(objects, job.owner)
+    world.incoming.add(job, [(0, 1)] * 8)
+    world.incoming.lease(keys, "lookup", until)
+    world.leases.keep(asker, request, "lookup", until)
+
+    def come() -> None:
+        for few in (range(3), range(3, 8)):
+            world.incoming.obey(Arrived(Hop.FETCH, number, tuple(few), ()))
+        world.incoming.obey(TransferDone(Hop.FETCH, number))
+
+    return come
+
+
+def test_what_comes_for_a_lease_of_a_remote_key_counts_for_it_too() -> None:
+    world = Shared()
+    remote = world.remote("k")
+    for number in range(4):
+        bring(world, remote, f"r{number}")()
+    assert world.held(remote) == 32 and world.leases._share.nbytes == 32 * world.nbytes
+    assert [world.ask(world.mine, eighth) for eighth in range(2)] == [8, 8]
+    assert world.held(remote) == 16 and not world.pool.pinned_by(lease_owner(remote.engine, "r1")), "its oldest ended"
+    for number in range(4):
+        world.leases.end(lease_owner(remote.engine, f"r{number}"))
+    assert world.leases._share.nbytes == 0 and not world.leases._owners and not world.leases._of_keys
+    world.pool.validate()
+
+
+def test_what_comes_for_a_lease_that_a_plan_or_another_has_taken_pins_from_counts() -> None:
+    world = Shared()
+    remote, plans = world.remote("k"), PinnedHits(world.pool, world.leases, lambda: 10.0)
+    coming = [bring(world, remote, "planned"), bring(world, remote, "ended")]
+    for request, keys in (("planned", world.keys[:8]), ("ended", world.keys[8:16])):
+        world.lease(remote, request, keys=keys)
+    world.pool.lease(world.keys[:8], "lookup", math.inf)
+    plans.keep(remote, "planned", [7], "lookup", world.leases.charge_plan(remote, "planned", "lookup"))
+    world.leases.let_go(lease_owner(remote.engine, "ended"))
+    assert world.leases._share.nbytes == 8 * world.nbytes, "of the plan"
+    for come in coming:
+        come()
+    assert world.leases._share.nbytes == 24 * world.nbytes and world.leases._planned == 8 * world.nbytes
+
+
+def test_what_comes_for_a_key_takes_no_room_that_was_made_by_it() -> None:
+    world = Shared()
+    remote = world.remote("k")
+    come = bring(world, remote, "r4")
+    assert [world.ask(remote, eighth) for eighth in range(4)] == [8] * 4
+    digests = world.digests
+    world.digests = digests[32:40]
+    its = world.look(world.mine, "r4")
+    next(its)
+    world.digests = digests
+    come()
+    assert world.held(remote) == 24
+    deque(its)
+    assert world.held(world.mine) == 8
+    assert not world.leases.holds(lease_owner(remote.engine, "r4"))
+
+
+def test_what_does_not_come_for_a_key_is_not_remembered() -> None:
+    world = Shared()
+    remote = world.remote("k")
+    bring(world, remote, "r0")
+    world.incoming.drop_leases(lambda owner: True)
+    assert not world.leases._of_keys and not world.leases._owners and not world.leases._share._parts

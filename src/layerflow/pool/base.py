@@ -208,8 +208,11 @@ class Pool(Protocol):
         """
         ...
 
-    def hold(self, keys: Sequence[bytes], owner: Owner, until: float, *, lease: bool = False) -> None:
-        """As :meth:`acquire`, for bookkeeping: counts neither a hit nor a use; what is not there is left out."""
+    def hold(self, keys: Sequence[bytes], owner: Owner, until: float, *, lease: bool = False) -> int:
+        """As :meth:`acquire`, for bookkeeping: counts neither a hit nor a use; what is not there is left out.
+
+        :returns: the room, in bytes, of what the owner did not pin before.
+        """
         ...
 
     def release(self, owner: Owner, keys: Sequence[bytes] | None = None) -> None:

@@ -371,10 +371,15 @@ class MemoryPool:
         self._policy.use(fresh)
         self._hits += len(there)
 
-    def hold(self, keys: Sequence[bytes], owner: Owner, until: float, *, lease: bool = False) -> None:
-        """Pin complete objects without counting a hit or a use; what is not there is left out."""
+    def hold(self, keys: Sequence[bytes], owner: Owner, until: float, *, lease: bool = False) -> int:
+        """Pin complete objects without counting a hit or a use; what is not there is left out.
+
+        :returns: the room, in bytes, of what the owner did not pin before.
+        """
         there = [entry for entry in self._directory.find(keys) if entry is not None]
-        self._room.park(self._directory.pin(there, owner, until, self._most(lease, there))[1])
+        fresh, first = self._directory.pin(there, owner, until, self._most(lease, there))
+        self._room.park(first)
+        return sum([entry.room for entry in fresh])
 
     def transfer_pins(self, owner: Owner, heir: Owner, until: float) -> None:
         """All pins of `owner` are `heir`'s from now on, until `until`, or longer where `heir` had some."""

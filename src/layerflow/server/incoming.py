@@ -6,6 +6,7 @@ know: which objects they are, where they have room in the arena, whose that is, 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -133,6 +134,8 @@ class IncomingObjects:
         self.coming: dict[bytes, IncomingObject] = {}  #: what is on its way, and may still come
         self._leased: dict[Owner, dict[IncomingJob, None]] = {}  # what each owner has leased something of
         self.owner_listener: Callable[[Owner], None] | None = None  #: hears of each owner that has leased nothing more
+        #: pins what has come for an owner that has leased it, as far as leases may, until then
+        self.pin_leased: Callable[[Sequence[bytes], Owner, float], object] = functools.partial(pool.hold, lease=True)
         self._waiters: Waiters[bytes] = Waiters()  # for objects on their way
 
     def add(self, job: IncomingJob, room: Iterable[tuple[int, int]]) -> None:
@@ -174,7 +177,11 @@ class IncomingObjects:
         """Pin what is whole in the arena, for whoever has leased it and for the steps that load it."""
         keys = [job.keys[position] for position in command.objects]
         for owner, lease in job.leases.items():
-            self.pool.hold([key for key in keys if key in lease.keys], owner, lease.until, lease=not lease.lent)
+            wanted = [key for key in keys if key in lease.keys]
+            if lease.lent:
+                self.pool.hold(wanted, owner, lease.until)
+            elif wanted:
+                self.pin_leased(wanted, owner, lease.until)
         for session, step, objects in command.readers:
             self.pool.hold([job.keys[position] for position in objects], ("step", session, step), math.inf)
         job.left.difference_update(command.objects)

@@ -71,7 +71,7 @@ class Leases:
         self._soon = soon
         self._charges: dict[Owner, Charge] = {}  #: exactly those that pin something, or will once it has come
         self._of_engine: dict[str, dict[Owner, None]] = {}  #: the same
-        self._of_keys: dict[Owner, _KeyLease] = {}  #: of remote keys, plans too
+        self._of_keys: dict[Owner, _KeyLease] = {}  #: likewise, of remote keys, and their plans
         self._owners: dict[int, Owner] = {}  # of those that may end for others, by number
         self._planned = 0  # bytes that the plans among them pin
         self._numbers = ascending()
@@ -80,6 +80,7 @@ class Leases:
         self._scheduled = False
         pool.listen_owners(self._released)
         incoming.owner_listener = self._released
+        incoming.pin_leased = self._pin_come
 
     # What is kept --------------------------------------------------------------------------------
 
@@ -187,8 +188,9 @@ class Leases:
 
     def _released(self, owner: Owner) -> None:
         """It pins nothing any more, or has leased nothing more of what is on its way."""
-        if owner in self._of_keys and not self._pool.pinned_by(owner):
-            self._uncount_bytes(owner)
+        lease = self._of_keys.get(owner)
+        if lease is not None and not self._pool.pinned_by(owner):
+            self._count_bytes(owner, lease.key, planned=lease.planned)
         if owner in self._charges and not self._held(owner):
             assert isinstance(owner, tuple)
             self._forget(owner, owner[1])
@@ -222,18 +224,36 @@ class Leases:
         return True
 
     def _count_bytes(self, owner: Owner, key: str, *, planned: bool = False) -> None:
-        """Count what a lease, or a plan, pins for the key of whoever has asked; "" = nobody's but this machine's."""
+        """Count what a lease, or a plan, pins for the key of whoever has asked; "" = nobody's but this machine's.
+
+        What is still to come of a lease counts once it is pinned.
+        """
         self._uncount_bytes(owner)
-        nbytes = self._pool.pinned_bytes_by(owner) if key else 0
+        if key and self._held(owner):
+            lease = self._of_keys[owner] = _KeyLease(key, next(self._numbers), 0, planned)
+            if not planned:
+                self._owners[lease.number] = owner
+            self._count_more_bytes(owner, lease, self._pool.pinned_bytes_by(owner))
+
+    def _count_more_bytes(self, owner: Owner, lease: _KeyLease, nbytes: int) -> None:
+        """It pins so much more."""
         if not nbytes:
             return
-        lease = self._of_keys[owner] = _KeyLease(key, next(self._numbers), nbytes, planned)
-        self._share.pin(key, nbytes)
-        if planned:
+        lease = self._of_keys[owner] = lease._replace(nbytes=lease.nbytes + nbytes)
+        self._share.pin(lease.key, nbytes)
+        if lease.planned:
             self._planned += nbytes
         else:
-            self._share.lend(key, lease.number, nbytes)
-            self._owners[lease.number] = owner
+            self._share.lend(lease.key, lease.number, lease.nbytes)
+
+    def _pin_come(self, keys: Sequence[bytes], owner: Owner, until: float) -> None:
+        """Pin what has come for an owner that has leased it, as far as leases may."""
+        lease = self._of_keys.get(owner)
+        if lease is not None and self._share.is_held(lease.key, time.monotonic()):
+            return
+        nbytes = self._pool.hold(keys, owner, until, lease=True)
+        if lease is not None:
+            self._count_more_bytes(owner, lease, nbytes)
 
     def _uncount_bytes(self, owner: Owner) -> None:
         lease = self._of_keys.pop(owner, None)

@@ -52,7 +52,7 @@ class LeaseShare:
         self.nbytes += nbytes
 
     def lend(self, principal: str, lease: int, nbytes: int) -> None:
-        """A lease is lent that pins so much."""
+        """A lease is lent that pins so much, or as much by now."""
         if nbytes:  # else its end makes no room
             self._parts[principal].unread[lease] = nbytes
 
