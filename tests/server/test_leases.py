@@ -27,7 +27,7 @@ from layerflow.server.handlers.lookup_requests import LookupRequest
 from layerflow.server.handlers.lookups import LookupHandler
 from layerflow.server.incoming import IncomingFetches, IncomingFetchJob, IncomingObjects
 from layerflow.server.leases import PINNED_BYTES, PINS_PER_TURN, Leases, lease_owner
-from layerflow.server.plans import PinnedHits
+from layerflow.server.plans import PinnedHits, lookup_owner
 from layerflow.wire import messages as wire
 from layerflow.wire.rights import HERE, Rights, Role
 from server.support import Memory
@@ -360,6 +360,51 @@ def test_plans_of_an_engine_end_in_slices_and_those_told_meanwhile_stay() -> Non
     plans.opened("e", "r2", 8)  # a worker that is not among its own has used it
     assert [len(plans) for _ in ending] == [3, 2, 2]
     assert asker.account.entries == 2 and "r0" in asker.hit_leases
+
+
+async def test_a_reset_ends_what_a_client_leaves_that_goes_between_two_slices() -> None:
+    world = World(4)
+    clients = {name: world.client(name) for name in ("stays", "goes")}
+    for name, client in clients.items():
+        world.lease(client, name)
+    plans = PinnedHits(world.pool, world.leases, lambda: 10.0)
+    for request in ("told", "given back"):
+        world.pool.acquire(world.keys, "lookup", math.inf)
+        charge = world.leases.charge_plan(clients["goes"], request, "lookup")
+        number = plans.keep(clients["goes"], request, [7], "lookup", charge)
+    leases, told = world.leases.end_all("e"), plans.reset("e")
+    next(leases)
+    plans.drop("e", number, 9.0)
+    world.close(clients["goes"], "goes")
+    deque(leases)
+    deque(told)
+    while world.turns:
+        world.turn()
+    assert not len(plans) and not world.pins() and not world.accounts.nbytes
+    assert not world.leases._overtaken
+
+
+def test_a_lease_that_a_reset_is_to_end_lends_nothing_to_the_next_of_its_request() -> None:
+    world = World(4)
+    asker = world.client()
+    world.lease(asker, "r")
+    ending = world.leases.end_all("e")
+    world.lease(asker, "r", keys=world.keys[:1])
+    deque(ending)
+    assert world.pool.pinned_by(lease_owner("e", "r")) == 1
+
+
+def test_a_reset_ends_what_lookups_under_way_have_leased() -> None:
+    """Nobody else does, until it has come or their time is over."""
+    world = World(4)
+    world.begin()
+    mine, other = lookup_owner("e", "r", 1, 1), lookup_owner("f", "r", 2, 1)
+    for owner in (mine, other):
+        world.incoming.lease(world.coming, owner, math.inf)
+        world.pool.acquire(world.keys, owner, math.inf)
+    deque(world.leases.end_all("e"))
+    assert world.incoming.lease_owners() == {other}
+    assert (world.pool.pinned_by(mine), world.pool.pinned_by(other)) == (0, 4)
 
 
 # Leases of remote keys, which end where others find no room.

@@ -16,6 +16,7 @@ from layerflow.agent.lookups import Lookups
 from layerflow.keys import Chain
 from layerflow.server import EmbeddedServer, mailboxes
 from layerflow.server.handlers.forget import reset_engine
+from layerflow.wire import messages as wire
 from server.support import Embed, worker_on
 
 PATIENCE_S = 30.0
@@ -86,3 +87,23 @@ def test_what_a_reset_overtakes_hits_nothing(server: EmbeddedServer, monkeypatch
             assert overtaken
             assert hit is not None and (hit.tokens, hit.plan) == (0, None)
             assert not server.call(lambda: pool.statistics().pinned)
+
+
+def test_a_reset_whose_client_goes_ends_all_the_same(server: EmbeddedServer) -> None:
+    """What it ends was told other clients of the engine, too."""
+    with ExitStack() as stack:
+        worker = stack.enter_context(worker_on(server, lookup_timeout_s=PATIENCE_S))
+        chain = worker.prompt(100)
+        worker.serve(chain, look=False)
+        clients = [stack.enter_context(closing(connect(server, worker))) for _ in range(CLIENTS)]
+        assert all(client.wait_connected(PATIENCE_S) for client in clients)
+        assert all(hit.plan is not None for hit in ask_together(server, clients, "load", chain))
+
+        def reset_and_go() -> None:
+            context, handlers = server.server._server_context, server.server._handlers
+            asker = next(session for session in context.sessions if session.hit_leases)
+            handlers.handle(asker, wire.Reset(1 << 40))
+            handlers.lose(asker, "it has gone")
+
+        server.call(reset_and_go)
+        assert eventually(lambda: not server.call(lambda: server.server.pool.statistics().pinned), PATIENCE_S)

@@ -45,6 +45,11 @@ def lease_owner(engine: str, request: str) -> tuple[str, str, str]:
     return ("lease", engine, request)
 
 
+def is_lease_of(engine: str, owner: Owner) -> bool:
+    """Return whether this owner is one of an engine's leases or lookups."""
+    return isinstance(owner, tuple) and owner[:2] == ("lease", engine)
+
+
 class Leases:
     """The leases of all requests, by the owner of their pins.
 
@@ -71,6 +76,7 @@ class Leases:
         self._soon = soon
         self._charges: dict[Owner, Charge] = {}  #: exactly those that pin something, or will once it has come
         self._of_engine: dict[str, dict[Owner, None]] = {}  #: the same
+        self._overtaken: set[Owner] = set()  # those among them that a reset is to end
         self._of_keys: dict[Owner, _KeyLease] = {}  #: likewise, of remote keys, and their plans
         self._owners: dict[int, Owner] = {}  # of those that may end for others, by number
         self._planned = 0  # bytes that the plans among them pin
@@ -88,9 +94,10 @@ class Leases:
         """Make what a lookup has pinned, and leased of what is on its way, the request's lease, counted for `asker`.
 
         :param lookup: the lookup's owner. :param until: the lease lasts at least until then, monotonic seconds.
-        :raises Refused: that is more than the asker may keep; nothing has changed.
+        :raises Refused: that is more than the asker may keep; the lookup keeps what it has.
         """
         owner = lease_owner(asker.engine, request)
+        self._end_overtaken(owner)
         before = self._charges.get(owner)
         charge = asker.account.charge(
             f"request {request!r}: the lease of a hit",
@@ -107,9 +114,10 @@ class Leases:
         """Count what a lookup and the request's lease pin for a plan, which takes their pins over next.
 
         :param lookup: the lookup's owner.
-        :raises Refused: that is more than the asker, or its key, may keep; nothing has changed.
+        :raises Refused: that is more than the asker, or its key, may keep; the lookup keeps what it has.
         """
         owner = lease_owner(asker.engine, request)
+        self._end_overtaken(owner)
         if asker.rights.key:
             nbytes = self._pool.pinned_bytes_by(owner) + self._pool.pinned_bytes_by(lookup)
             most = self._pool.lease_bytes / 2
@@ -133,6 +141,7 @@ class Leases:
         :param charge: of the plan, which counts for the lease from now on; of an asker who has gone, none does.
         """
         owner = lease_owner(asker.engine, request)
+        self._end_overtaken(owner)
         self._pool.transfer_pins(plan, owner, until)
         if charge.account.holds(charge):
             self._count(owner, charge, asker)
@@ -164,6 +173,7 @@ class Leases:
 
     def _leave(self, owner: Owner, engine: str, who: Hashable) -> None:
         """Its client has gone."""
+        self._end_overtaken(owner)
         self._forget(owner, engine)
         held = self._held(owner)
         if held:
@@ -181,6 +191,7 @@ class Leases:
         charge = self._charges.pop(owner, None)
         if charge is not None:
             charge.release()
+            self._overtaken.discard(owner)
             mine = self._of_engine[engine]
             del mine[owner]
             if not mine:
@@ -274,19 +285,36 @@ class Leases:
         self._incoming.drop_lease(owner)
 
     def end_all(self, engine: str) -> Slices[int]:
-        """End the leases that an engine has, in slices; how many. Those that lookups make from now on stay."""
-        mine = [(owner, self._charges[owner]) for owner in self._of_engine.get(engine, ())]
+        """End what an engine has leased, in slices; how many leases. Those that are made from now on stay.
+
+        What its lookups have leased of what is on its way ends, too: nobody else ends it before that has come.
+        """
+        leases = list(self._of_engine.get(engine, ()))
+        self._overtaken.update(leases)
+        others = self._incoming.lease_owners() - self._charges.keys()
+        lookups = [owner for owner in others if is_lease_of(engine, owner)]
 
         def end() -> Slices[int]:
             ended = 0
-            for owner, charge in mine:
-                if self._charges.get(owner) is charge:
+            for owner in leases:
+                ended += self._end_overtaken(owner)
+                yield
+            for owner in lookups:
+                if self._incoming.leased_by(owner):
                     self.end(owner)
                     ended += 1
                 yield
             return ended
 
         return end()
+
+    def _end_overtaken(self, owner: Owner) -> bool:
+        """End a lease that a reset is to end, whose turn may not have come; was it one?"""
+        if owner not in self._overtaken:
+            return False
+        self._overtaken.discard(owner)
+        self.end(owner)
+        return True
 
     def let_go(self, owner: Owner) -> None:
         """The owner's pins are its no more; the first end at once, others in turns with the rest of the loop."""

@@ -15,7 +15,7 @@ import time
 import types
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from layerflow.server.account import Account, Charge, Refused
 
@@ -44,6 +44,19 @@ def next_turn() -> Slices[None]:
 def in_slices(work: Slices[T]) -> Slices[T]:
     """Do long work within a message: where it stops, another client may get its turn."""
     return (yield from work)
+
+
+async def in_turns(work: Slices[T]) -> T:
+    """Do long work in a task, in turns with the rest of the loop: no client that goes stops it."""
+    until = time.monotonic() + SLICE_S
+    while True:
+        try:
+            next(work)
+        except StopIteration as ended:
+            return cast(T, ended.value)
+        if time.monotonic() >= until:
+            await asyncio.sleep(0)
+            until = time.monotonic() + SLICE_S
 
 
 def at_once(work: Work) -> None:

@@ -34,6 +34,7 @@ class PinnedHit:
     :param workers: numbers of the sessions that may still open a step with it.
     :param charge: of the asker, for what is kept.
     :param used: a worker has opened a step with it, or was refused it.
+    :param overtaken: a reset is to end it.
     :param refused: by worker, its step with this plan that was refused and whose loads it may still move.
     """
 
@@ -43,6 +44,7 @@ class PinnedHit:
     workers: set[int]
     charge: Charge
     used: bool = False
+    overtaken: bool = False
     refused: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -62,11 +64,6 @@ def lookup_owner(engine: str, request: str, asker: int, number: int) -> tuple[st
     It begins as :func:`lease_owner` does: the engine's leases are dropped together.
     """
     return (*lease_owner(engine, request), asker, number)
-
-
-def is_lease_of(engine: str, owner: Owner) -> bool:
-    """Return whether this owner is one of an engine's lookups."""
-    return isinstance(owner, tuple) and owner[:2] == ("lease", engine)
 
 
 def plan_owner(engine: str, number: int) -> tuple[str, str, int]:
@@ -157,6 +154,8 @@ class PinnedHits:
         What a worker has used already ends by itself, and what is told from now on stays.
         """
         unused = [plan for plan in self._plans.values() if plan.engine == engine and not plan.used]
+        for plan in unused:
+            plan.overtaken = True
 
         def end() -> Slices[int]:
             ended = 0
@@ -198,6 +197,9 @@ class PinnedHits:
                 del self._refused[worker, step]
 
     def _end(self, plan: PinnedHit, until: float | None = None) -> None:
+        """End a plan; with `until`, what it pins stays leased until then, unless a reset ends it."""
+        if plan.overtaken:
+            until = None
         for worker in list(plan.refused):
             self._forget_refused(plan, worker)
         del self._plans[plan.number]

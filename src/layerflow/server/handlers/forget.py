@@ -32,8 +32,8 @@ def reset_engine(context: ServerContext, engine: str) -> Slices[dict[str, Any]]:
     """Nothing that `engine` has under way is loaded or published any more, and its leases are dropped.
 
     What is stored stays: other engines may have the weights that it was computed with, and this one asks for other keys
-    from now on. In the first slice the core is told, so no commit can follow, and lookups and hand-offs under way hit
-    nothing any more; the others end what these, and the leases, keep.
+    from now on. When this returns the core knows of it, so no commit can follow, and lookups and hand-offs under way
+    hit nothing any more; the slices that it returns end what these, and the leases, keep, and tell how much that was.
     """
     context.handoffs.lose_engine(engine, REPLACED)
     mine = [session for session in context.sessions if session.engine == engine]
@@ -45,12 +45,15 @@ def reset_engine(context: ServerContext, engine: str) -> Slices[dict[str, Any]]:
     context.driver.handle(*(StepsRevoked(number, True, REPLACED) for number in workers))
     # Chosen before anything else has its turn: what the new weights hit stays.
     leases, plans = context.leases.end_all(engine), context.plans.reset(engine)
-    yield
-    yield from context.handoffs.return_all()
-    told = (yield from leases) + (yield from plans)
-    context.driver.incoming.revoke(REPLACED, unwanted=True)
-    log.info("engine_reset", engine=mine[0].name if mine else engine, steps=steps, leases=told)
-    return {"steps": steps, "leases": told}
+
+    def end() -> Slices[dict[str, Any]]:
+        yield from context.handoffs.return_all()
+        told = (yield from leases) + (yield from plans)
+        context.driver.incoming.revoke(REPLACED, unwanted=True)
+        log.info("engine_reset", engine=mine[0].name if mine else engine, steps=steps, leases=told)
+        return {"steps": steps, "leases": told}
+
+    return end()
 
 
 async def purge(context: ServerContext, session: ClientSession, *, tier: bool) -> dict[str, Any]:

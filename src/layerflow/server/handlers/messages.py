@@ -27,9 +27,8 @@ from layerflow.server.handlers.forget import purge, reset_engine
 from layerflow.server.handlers.handoffs import end_handoff, keep_part, open_handoff, release_handoff, watch_handoff
 from layerflow.server.handlers.lookups import LookupHandler
 from layerflow.server.handlers.steps import open_step, report, step_refused, tell
-from layerflow.server.leases import lease_owner
-from layerflow.server.mailboxes import in_slices
-from layerflow.server.plans import is_lease_of
+from layerflow.server.leases import is_lease_of, lease_owner
+from layerflow.server.mailboxes import in_turns
 from layerflow.server.recorder import session_note
 from layerflow.server.spans import answer_bytes, kept_bytes, trace_workers
 from layerflow.wire import messages as wire
@@ -231,8 +230,8 @@ class Handlers:
             case wire.Purge():
                 self._later(session, message, lambda: purge(context, session, tier=message.tier))
             case wire.Reset():
-                told = await in_slices(reset_engine(context, session.engine))
-                context.send(session, wire.Status(message.id, msgspec.json.encode(told)))
+                rest = reset_engine(context, session.engine)
+                self._later(session, message, lambda: in_turns(rest), always=True)
             case wire.OpenHandoff():
                 await open_handoff(context, session, message)
             case wire.EndHandoff():
@@ -279,15 +278,17 @@ class Handlers:
     def _later(
         self,
         session: ClientSession,
-        message: wire.RecordRequest | wire.TraceRequest | wire.TrySettings | wire.Purge,
+        message: wire.RecordRequest | wire.TraceRequest | wire.TrySettings | wire.Purge | wire.Reset,
         work: Callable[[], Coroutine[Any, Any, dict[str, Any]]],
         nbytes: int = 0,
         *,
         abandon: bool = False,
+        always: bool = False,
     ) -> None:
         """Answer with what `work` returns, if the client is still there then.
 
         :param nbytes: that it keeps at most. :param abandon: it ends with the client, who alone wants it.
+        :param always: it goes on with what has begun, however much is kept.
         """
         number = message.id
 
@@ -307,7 +308,7 @@ class Handlers:
             if self._context.sessions.get(session.number) is session:
                 self._context.send(session, wire.Status(number, msgspec.json.encode(told)))
 
-        charge = session.account.charge("an answer that takes long", nbytes)
+        charge = session.account.charge("an answer that takes long", nbytes, always=always)
         task = asyncio.get_running_loop().create_task(answer())
         self._answering.add(task)
 
