@@ -76,7 +76,7 @@ class Tier(Arena):
     """Answers `answers` questions and then none."""
 
     chunks = NO_CHUNKS
-    settings = SimpleNamespace(lookup_timeout_ms=100)
+    settings = SimpleNamespace(lookup_timeout_ms=60_000)  # no machine is so busy
 
     def __init__(self, keys: Sequence[bytes] = (), answers: int = 99) -> None:
         super().__init__(keys)
@@ -162,7 +162,7 @@ def test_an_answer_that_does_not_come_ends_it():
         tier = Tier(keys_of(spec, digests), answers)
         found = found_by(Arena(), tier, spec, tokens)
         assert hit_of(Arena(), tier, spec, found, tokens) == hit
-        assert len(set(tier.until)) == 1 and tier.until[0] <= time.monotonic() + 0.1, "one deadline for both"
+        assert len(set(tier.until)) == 1 and tier.until[0] <= time.monotonic() + 60, "one deadline for both"
 
 
 @settings(max_examples=300, deadline=None)
