@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import ipaddress
 import socket
+import sys
+import termios
 from collections import Counter
 from collections.abc import Callable, Iterator
 from enum import IntEnum
@@ -167,7 +170,9 @@ def _bounded(most: int) -> type[asyncio.Protocol]:
             self._grace_s = BODY_GRACE_S  #: of the connection, that its bodies may be behind
             self._late_at = 0.0  #: the body that is coming, unless more of it comes
             self._origin = b""
-            self._pipelined = False  #: its request: more of them may follow, and it is never without one
+            self._pipelined = (
+                False  #: some of its next request was there when one was answered: it is never without one
+            )
             self._waits_since = 0.0  #: an answer, while writing is paused
             self._untaken = 0  #: bytes of it by then
 
@@ -203,26 +208,42 @@ def _bounded(most: int) -> type[asyncio.Protocol]:
 
         def _claim(self, now: float) -> _Claim:
             """How good its claim is to its place. A new connection's is weaker than that of a decent request."""
-            if self._busy:
-                if not self.cycle.more_body:
-                    if self.flow.write_paused and now > self._takes_until():
-                        return _Claim.SLOW_ANSWER
-                    return _Claim.FAIR if self._pipelined else _Claim.WHOLE
+            if self._busy and self.cycle.more_body:
                 return _Claim.SLOW_BODY if now > self._late_at else _Claim.FAIR
+            if self._busy or self._is_taking:
+                if (self.flow.write_paused or self._is_taking) and now > self._takes_until():
+                    return _Claim.SLOW_ANSWER
+                return _Claim.FAIR if self._pipelined else _Claim.WHOLE
             if self._head_timer is None:  # nor is the first one awaited
                 return _Claim.IDLE
             return _Claim.SLOW_HEAD if now > self._since + HEAD_GRACE_S else _Claim.NEW
 
+        @property
+        def _is_taking(self) -> bool:
+            """Is an answer made, and its client still to take some of it?"""
+            return bool(
+                self.cycle is not None and self.cycle.response_complete and self.transport.get_write_buffer_size()
+            )
+
         def _takes_until(self) -> float:
-            """When an answer that waits is late, unless its client takes more of it. Until then it may take none: the
-            system tells of what it takes in pieces only."""
-            taken = self._untaken - self.transport.get_write_buffer_size()
-            return self._waits_since + HEAD_S + taken / SLOWEST_BODY
+            """When an answer that waits is late, unless its client takes more of it."""
+            return self._waits_since + HEAD_S + (self._untaken - self._left_to_take()) / SLOWEST_BODY
+
+        def _left_to_take(self) -> int:
+            """Bytes that its client has not taken.
+
+            The system takes on what waits here once a third of what it keeps itself has gone, which is a megabyte at
+            times: what it keeps counts.
+            """
+            kept = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+            return int(self.transport.get_write_buffer_size()) + int.from_bytes(kept, sys.byteorder)
+
+        def _await_taking(self) -> None:
+            self._waits_since, self._untaken = self.loop.time(), self._left_to_take()
 
         def pause_writing(self) -> None:
             super().pause_writing()
-            self._waits_since = self.loop.time()
-            self._untaken = self.transport.get_write_buffer_size()
+            self._await_taking()
 
         def data_received(self, data: bytes) -> None:
             body_came = self._busy and self.cycle.more_body
@@ -235,7 +256,6 @@ def _bounded(most: int) -> type[asyncio.Protocol]:
                 return
             if self._head_timer is not None:
                 self._stop_timer()
-                self._pipelined = False
                 self._begin_body()
             elif body_came:
                 self._late_at += len(data) / SLOWEST_BODY
@@ -246,9 +266,11 @@ def _bounded(most: int) -> type[asyncio.Protocol]:
             if self.cycle.more_body:
                 self._end_body()
             self._since = self.loop.time()
+            self._pipelined = bool(self.conn.trailing_data[0])
+            if self._is_taking and not self.flow.write_paused:
+                self._await_taking()
             super().on_response_complete()
             if self._busy:  # with a request that had come behind the one that is answered
-                self._pipelined = True
                 self._begin_body()
 
         def send_400_response(self, msg: str) -> None:
