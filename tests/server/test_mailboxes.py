@@ -175,6 +175,20 @@ async def test_what_many_wait_for_is_told_in_one_turn_and_they_go_on_in_turns_wi
     assert account(1).entries == account(2).entries == 0
 
 
+async def test_a_message_behind_those_that_have_been_told_alone_is_not_refused(account: Open) -> None:
+    log: list[str] = []
+    answers: list[Answer[str]] = []
+    pending, client = Mailboxes(), account(1)
+    pending.start(client, wait(log, "a", client, answers))
+    client.charge("all that it may keep", SHARE, always=True)
+    answers[0].tell("told")
+    pending.start(client, work(log, "b", 0))
+    with pytest.raises(Refused, match=r"server\.max_client_bytes"):
+        pending.start(client, work(log, "c", 0))
+    await run(pending)
+    assert log == ["a told", "b."]
+
+
 @pytest.mark.parametrize("how", ["and closed", "and its client is lost"])
 async def test_what_has_been_told_and_has_not_gone_on_ends_with_its_client(how: str) -> None:
     accounts = Accounts(lambda: Allowance(SHARE, 1 << 30))

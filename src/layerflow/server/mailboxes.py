@@ -162,6 +162,8 @@ class Mailboxes:
             work.close()
             raise Refused("quota", f"{MAX_WAITING} of this client's messages wait to be handled; send them more slowly")
         try:
+            # Behind those that have been told alone it is as it would be behind none.
+            always = always or not mailbox.charged
             charge = client.charge("a message that waits to be handled", nbytes, always=always)
         except Refused:
             work.close()
