@@ -189,6 +189,31 @@ async def test_a_message_behind_those_that_have_been_told_alone_is_not_refused(a
     assert log == ["a told", "b."]
 
 
+async def test_a_close_that_fails_keeps_neither_other_messages_nor_the_turns(
+    monkeypatch: pytest.MonkeyPatch, account: Open
+) -> None:
+    monkeypatch.setattr(mailboxes, "SLICE_S", 0.0)
+    told: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(repr(context["exception"])))
+
+    async def broken() -> None:
+        try:
+            await next_turn()
+            await next_turn()
+        finally:
+            raise KeyError("a bug")
+
+    log: list[str] = []
+    pending, client = Mailboxes(), account(1)
+    pending.start(client, broken())
+    pending.start(client, work(log, "a", 0))
+    pending.start(account(2), work(log, "b", 1))
+    client.close()
+    await asyncio.wait_for(run(pending), 10)
+    assert told == ["KeyError('a bug')"]
+    assert log == ["b0", "b."] and client.entries == 0
+
+
 @pytest.mark.parametrize("how", ["and closed", "and its client is lost"])
 async def test_what_has_been_told_and_has_not_gone_on_ends_with_its_client(how: str) -> None:
     accounts = Accounts(lambda: Allowance(SHARE, 1 << 30))
