@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
@@ -16,15 +17,16 @@ from e2e.known import small_spec
 
 from layerflow.flow.commands import Arrived, TransferDone
 from layerflow.flow.events import Hop
-from layerflow.hits import NO_BLOCKS, HitLength, Tail
+from layerflow.hits import NO_BLOCKS, HitLength, Tail, search_bytes
 from layerflow.keys import object_keys
 from layerflow.objects import HEADER_BYTES
 from layerflow.pool.base import NewObject
 from layerflow.pool.memory import MemoryPool
 from layerflow.server.account import ENTRY_BYTES, Accounts, Allowance, Refused
 from layerflow.server.clients import ClientSession
-from layerflow.server.handlers.lookup_requests import LookupRequest
-from layerflow.server.handlers.lookups import LookupHandler
+from layerflow.server.handlers import lookup_requests
+from layerflow.server.handlers.lookup_requests import LOCATED_BYTES, LookupRequest, kept_bytes
+from layerflow.server.handlers.lookups import MOST_SEARCHES, LookupHandler
 from layerflow.server.incoming import IncomingFetches, IncomingFetchJob, IncomingObjects
 from layerflow.server.leases import PINNED_BYTES, PINS_PER_TURN, Leases, lease_owner
 from layerflow.server.plans import PinnedHits, lookup_owner
@@ -77,8 +79,15 @@ class World:
         job = IncomingFetchJob(1, source, list(self.coming), (0,), set(range(COMING)))
         self.incoming.add(job, [(0, 1)] * COMING)
 
-    def look(self, asker: ClientSession, request: str, *, planned: bool = False) -> Iterator[object]:
-        """A lookup that hits all that is stored and all that is coming, as tails where it is planned: its slices."""
+    def look(
+        self, asker: ClientSession, request: str, *, planned: bool = False, leaving: Sequence[bytes] = ()
+    ) -> Iterator[object]:
+        """A lookup that hits all that is stored and all that is coming, as tails where it is planned: its slices.
+
+        :param leaving: of objects that it does not hit one leaves the arena, which has no store behind it, at each
+            search.
+        """
+        left = iter(leaving)
         workers = [SimpleNamespace(number=7, direct=False)] if planned else []
         context = SimpleNamespace(
             pool=self.pool,
@@ -86,7 +95,7 @@ class World:
             leases=self.leases,
             settings=lambda: SimpleNamespace(max_leases=MOST_LEASES),
             sessions=SimpleNamespace(workers_of=lambda _: workers),
-            sources=object(),
+            sources=None if leaving else object(),
             plans=PinnedHits(self.pool, self.leases, lambda: 10.0),
             incarnation=1,
             recorder=SimpleNamespace(current=None),
@@ -100,6 +109,7 @@ class World:
 
         def search() -> Generator[None, None, HitLength]:
             yield from ()
+            self.pool.hide([key for key in (next(left, b""),) if key])
             return HitLength(tokens, tails)
 
         asked = LookupRequest(message, self.digests, NO_BLOCKS)
@@ -591,3 +601,47 @@ def test_what_does_not_come_for_a_key_is_not_remembered() -> None:
     bring(world, remote, "r0")
     world.incoming.drop_leases(lambda owner: True)
     assert not world.leases._of_keys and not world.leases._owners and not world.leases._share._parts
+
+
+def room_for(asker: ClientSession, nbytes: int) -> None:
+    """The client keeps so much that it may keep just this besides."""
+    asker.account.charge("what else it keeps", SHARE - asker.account.nbytes - nbytes - ENTRY_BYTES)
+
+
+def searching_bytes(world: World) -> int:
+    """What a lookup of the world is counted for while it searches."""
+    message = wire.Lookup(1, "r", bytes(16), b"".join(world.digests), 0, 60_000, bytes(16))
+    return ENTRY_BYTES + kept_bytes(message) + search_bytes(SPEC, len(world.digests))
+
+
+def test_what_a_lookup_pins_is_counted_once_however_often_it_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup_requests, "RUNNING_BYTES", 0)
+    world = World()
+    asker = world.client()
+    leaving = object_keys([os.urandom(16) for _ in range(MOST_SEARCHES)], [0], SPEC.shard.peers())
+    world.pool.reserve([NewObject(key, HEADER_BYTES + 8, 1, 16) for key in leaving], "writer")
+    world.pool.commit(leaving, "writer")
+    room_for(asker, searching_bytes(world) + OBJECTS * PINNED_BYTES + len(world.digests) * LOCATED_BYTES)
+    for _ in world.look(asker, "r", leaving=leaving):
+        assert asker.account.nbytes <= SHARE
+    assert world.pool.lookup(leaving) == [False] * MOST_SEARCHES, "it has searched as often as it may"
+    assert "r" in asker.hit_leases and world.pool.pinned_by(lease_owner("e", "r")) == OBJECTS
+
+
+@pytest.mark.parametrize("planned", [True, False], ids=["and planned", "and leased"])
+def test_a_request_that_is_looked_up_again_needs_room_only_for_what_is_more(
+    monkeypatch: pytest.MonkeyPatch, planned: bool
+) -> None:
+    monkeypatch.setattr(lookup_requests, "RUNNING_BYTES", 0)
+    world = World()
+    world.begin()
+    asker = world.client()
+    deque(world.look(asker, "r"))
+    room = searching_bytes(world) + (ENTRY_BYTES if planned else 0)  # what is coming stays a lease beside the plan
+    room_for(asker, room)
+    asker.hit_leases.clear()
+    deque(world.look(asker, "r", planned=planned))
+    assert "r" in asker.hit_leases and (asker.hit_leases["r"] == math.inf) is planned
+    assert asker.account.nbytes == SHARE - searching_bytes(world)
+    deque(world.look(asker, "s"))
+    assert "s" not in asker.hit_leases and not world.pool.pinned_by(lease_owner("e", "s")), "it has no lease yet"

@@ -21,7 +21,7 @@ from layerflow.server import EmbeddedServer
 from layerflow.server.account import ENTRY_BYTES, Accounts, Allowance, Refused
 from layerflow.server.handlers import lookup_requests
 from layerflow.server.handlers.lookup_requests import (
-    LEASED_BYTES,
+    LOCATED_BYTES,
     RUNNING_BYTES,
     asking_bytes,
     check_lookup,
@@ -30,6 +30,7 @@ from layerflow.server.handlers.lookup_requests import (
     waiting,
 )
 from layerflow.server.handlers.lookups import LookupHandler
+from layerflow.server.leases import PINNED_BYTES
 from layerflow.server.search import hit_keys
 from layerflow.spec import ModelSpec, Shard
 from layerflow.wire import codec
@@ -181,7 +182,7 @@ def test_a_lookup_that_runs_counts_what_it_searches_and_pins(embed: Embed) -> No
 
     seen = server.call(run)
     least = ENTRY_BYTES + search_bytes(SPEC, 64)
-    assert seen and all(nbytes >= least + pinned * LEASED_BYTES for nbytes, pinned in seen)
+    assert seen and all(nbytes >= least + pinned * (PINNED_BYTES + LOCATED_BYTES) for nbytes, pinned in seen)
     assert seen[-1][1] == 64
     assert kept(server, client) == 0, "all that it built is counted no more"
     client.close()

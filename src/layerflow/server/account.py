@@ -56,12 +56,15 @@ class Charge:
         """Count so many bytes besides :data:`ENTRY_BYTES` from now on: what is kept has grown or shrunk already."""
         self.account.resize(self, nbytes + ENTRY_BYTES)
 
-    def extend(self, what: str, nbytes: int, *, always: bool = False) -> None:
+    def extend(
+        self, what: str, nbytes: int, *, always: bool = False, giver: Charge | None = None, given: int = 0
+    ) -> None:
         """Count so many bytes more of something that is about to be kept; parameters as of :meth:`Account.charge`.
 
+        :param giver: a charge for the same thing, which stays as it is. :param given: so many bytes need no room.
         :raises Refused: the share or the total is used up; nothing has changed.
         """
-        self.account.extend(self, what, nbytes, always=always)
+        self.account.extend(self, what, nbytes, always=always, giver=giver, given=given)
 
     def __enter__(self) -> Charge:
         return self
@@ -168,10 +171,19 @@ class Account:
             self._add(nbytes - charge.nbytes)
             charge.nbytes = nbytes
 
-    def extend(self, charge: Charge, what: str, nbytes: int, *, always: bool = False) -> None:
+    def extend(
+        self,
+        charge: Charge,
+        what: str,
+        nbytes: int,
+        *,
+        always: bool = False,
+        giver: Charge | None = None,
+        given: int = 0,
+    ) -> None:
         """See :meth:`Charge.extend`."""
         if not always:
-            self._accounts.check(self, what, nbytes)
+            self._accounts.check(self, what, nbytes, giver, given)
         self.resize(charge, charge.nbytes + nbytes)
 
     def close(self) -> None:

@@ -101,7 +101,7 @@ class Leases:
         before = self._charges.get(owner)
         charge = asker.account.charge(
             f"request {request!r}: the lease of a hit",
-            self._held(owner, lookup) * PINNED_BYTES,
+            self.held(owner, lookup) * PINNED_BYTES,
             giver=before,
             given=before.nbytes if before is not None else 0,
         )
@@ -147,7 +147,7 @@ class Leases:
             self._count(owner, charge, asker)
         counted = self._charges.get(owner)
         if counted is not None:
-            counted.resize(self._held(owner) * PINNED_BYTES)
+            counted.resize(self.held(owner) * PINNED_BYTES)
             self._released(owner)
         else:
             self._leave(owner, asker.engine, _who(asker))
@@ -157,11 +157,17 @@ class Leases:
         """Count for an asker who has gone so many objects that somebody still reads, whether or not they fit."""
         return self._accounts.charge_left(_who(asker), "", objects * PINNED_BYTES, always=True)
 
+    def charged(self, asker: ClientSession, request: str) -> tuple[Charge | None, int]:
+        """The charge of the lease that a request has, and for how many objects it is; None = it has none."""
+        charge = self._charges.get(lease_owner(asker.engine, request))
+        return charge, (charge.nbytes - ENTRY_BYTES) // PINNED_BYTES if charge is not None else 0
+
     def holds(self, owner: Owner) -> bool:
         """Does this owner pin anything, or has it leased something that is on its way?"""
-        return bool(self._held(owner))
+        return bool(self.held(owner))
 
-    def _held(self, *owners: Owner) -> int:
+    def held(self, *owners: Owner) -> int:
+        """How many objects these owners pin, or have leased that are on their way; what several have counts once."""
         return self._pool.pinned_by(*owners) + self._incoming.leased_by(*owners)
 
     def _count(self, owner: Owner, charge: Charge, asker: ClientSession) -> None:
@@ -175,7 +181,7 @@ class Leases:
         """Its client has gone."""
         self._end_overtaken(owner)
         self._forget(owner, engine)
-        held = self._held(owner)
+        held = self.held(owner)
         if held:
             what = "the lease of a client that has gone"
             try:
@@ -202,7 +208,7 @@ class Leases:
         lease = self._of_keys.get(owner)
         if lease is not None and not self._pool.pinned_by(owner):
             self._count_bytes(owner, lease.key, planned=lease.planned)
-        if owner in self._charges and not self._held(owner):
+        if owner in self._charges and not self.held(owner):
             assert isinstance(owner, tuple)
             self._forget(owner, owner[1])
 

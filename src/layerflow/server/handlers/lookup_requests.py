@@ -36,9 +36,9 @@ RUNNING_BYTES = 256 << 10
 A prompt of usual length is searched, and its hit told, for a client that may lease no more.
 """
 
-
-LEASED_BYTES = PINNED_BYTES + 2 * PLACE.size
-"""What the pin of one object takes until it is answered where it lies, in bytes: the places are joined at last."""
+LOCATED_BYTES = 2 * PLACE.size
+"""What a lookup keeps of an object of its hit until it is answered where that lies, in bytes: places are joined at last.
+"""
 
 
 class Replaced(Exception):
@@ -110,15 +110,21 @@ def running(session: ClientSession, spec: ModelSpec, message: wire.Lookup, more:
     return charge
 
 
-def extend_running(charge: Charge, message: wire.Lookup, objects: int) -> None:
+def count_pins(
+    charge: Charge, message: wire.Lookup, pinned: int, located: int, lease: Charge | None, leased: int
+) -> None:
     """Count what a lookup that runs pins of its hit, and where that lies.
 
-    :param charge: of :func:`running`.
+    :param charge: of :func:`running`, as it is without pins.
+    :param pinned: objects. :param located: objects whose places are kept, there or not.
+    :param lease: the charge of the lease that the request has, whose place these pins take next.
+    :param leased: objects of that lease: only what is more has to fit.
     :raises Refused: its client may not make the server keep that.
     """
-    nbytes = objects * LEASED_BYTES
+    nbytes = pinned * PINNED_BYTES + located * LOCATED_BYTES
     always = charge.nbytes + nbytes <= RUNNING_BYTES
-    charge.extend(f"request {message.request!r}: the pins of a hit", nbytes, always=always)
+    given = min(nbytes, leased * (PINNED_BYTES + LOCATED_BYTES))
+    charge.extend(f"request {message.request!r}: the pins of a hit", nbytes, always=always, giver=lease, given=given)
 
 
 def _chunks_of(message: wire.Lookup) -> int:

@@ -14,7 +14,7 @@ from layerflow.observe.logs import LogRateLimiter
 from layerflow.places import is_placed, unpack_places
 from layerflow.pool.base import Owner
 from layerflow.recording.notes import LookupNote
-from layerflow.server.account import Charge, Refused
+from layerflow.server.account import ENTRY_BYTES, Charge, Refused
 from layerflow.server.clients import ClientSession
 from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handlers.following import follow_handoff, follow_saves, view_of_handoff
@@ -25,7 +25,7 @@ from layerflow.server.handlers.lookup_requests import (
     asking_bytes,
     check_leases,
     check_lookup,
-    extend_running,
+    count_pins,
     read_lookup,
     running,
     search_prompt,
@@ -284,11 +284,14 @@ class LookupHandler:
         owner = _owner(session, message)
         try:
             with running(session, spec, message, kept) as charge:
+                searching = charge.nbytes - ENTRY_BYTES
                 for _ in range(MOST_SEARCHES):
                     before = pool.departures
                     hit = await in_slices(search())
                     until = time.monotonic() + message.lease_ms / 1e3
-                    places, leased = await self._lease(session, asked, hit, owner, until, charge=charge)
+                    places, leased = await self._lease(
+                        session, asked, hit, owner, until, charge=charge, searching=searching
+                    )
                     # With a store behind the arena, the step that loads the hit brings back what leaves the arena now.
                     if self._context.sources is not None or pool.departures == before:
                         break
@@ -317,36 +320,42 @@ class LookupHandler:
         until: float,
         *,
         charge: Charge,
+        searching: int,
     ) -> tuple[bytes, bytes]:
         """Pin what is here of a hit, and lease what of it is on its way; nothing where the client keeps too much.
 
         :param owner: has the pins, until `until` (monotonic seconds).
-        :param charge: what is pinned is counted with it.
+        :param charge: what is pinned is counted with it, by this search and by those before.
+        :param searching: bytes of it that the search takes.
         :returns: the places of its objects; empty where a load would need others too. And those of all that were to be
             pinned, whether or not they are here.
         """
         assert session.spec is not None
         spec = session.spec if hit.drafts else session.spec.own
+        leases, sources, message = self._context.leases, self._context.sources, asked.message
         if not (hit.tokens or hit.tails):
             return b"", b""
-        leases, sources, message = self._context.leases, self._context.sources, asked.message
         # Many lookups may have waited, for one hand-off or save: each lease is counted where it is made.
         check_leases(session, message.request, self._context.settings().max_leases)
         packed: list[bytes] = []
+        located = 0
         for keys in hit_keys(spec, asked.digests, hit):
-            try:
-                extend_running(charge, message, len(keys))
-            except Refused as refused:
-                self._not_leased(session, refused)
-                leases.end(owner)
-                return b"", b""
-            places_here = leases.pin(session, keys, owner, until)
-            while leases.make_room(session, keys, owner):
-                await next_turn()
+            located += len(keys)
+            while True:
                 places_here = leases.pin(session, keys, owner, until)
+                if sources is not None:
+                    self._context.driver.incoming.lease(keys, owner, until)
+                charge.resize(searching)
+                try:
+                    count_pins(charge, message, leases.held(owner), located, *leases.charged(session, message.request))
+                except Refused as refused:
+                    self._not_leased(session, refused)
+                    leases.end(owner)
+                    return b"", b""
+                if not leases.make_room(session, keys, owner):
+                    break
+                await next_turn()
             packed.append(places_here)
-            if sources is not None:
-                self._context.driver.incoming.lease(keys, owner, until)
             await next_turn()
         told = b"".join(packed)
         # A plan's columns are the shards of the whole spec.
