@@ -112,7 +112,7 @@ class World:
             self.pool.hide([key for key in (next(left, b""),) if key])
             return HitLength(tokens, tails)
 
-        asked = LookupRequest(message, self.digests, NO_BLOCKS)
+        asked = LookupRequest(message, self.digests, NO_BLOCKS, asker.resets)
         return cast(Any, LookupHandler(cast(Any, context))._find(asker, asked, 0.0, search).__await__())
 
     def lease(self, asker: ClientSession, request: str, until: float = math.inf, keys: tuple[bytes, ...] = ()) -> None:

@@ -15,8 +15,11 @@ from layerflow.agent import Hit
 from layerflow.agent.lookups import Lookups
 from layerflow.keys import Chain
 from layerflow.server import EmbeddedServer, mailboxes
+from layerflow.server.handlers import lookups
 from layerflow.server.handlers.forget import reset_engine
+from layerflow.server.mailboxes import next_turn
 from layerflow.wire import messages as wire
+from server.raw import RawClient
 from server.support import Embed, worker_on
 
 PATIENCE_S = 30.0
@@ -107,3 +110,32 @@ def test_a_reset_whose_client_goes_ends_all_the_same(server: EmbeddedServer) -> 
 
         server.call(reset_and_go)
         assert eventually(lambda: not server.call(lambda: server.server.pool.statistics().pinned), PATIENCE_S)
+
+
+@pytest.mark.parametrize("where", ["as it is read", "as it is seen whether to follow"])
+def test_what_a_reset_overtakes_before_the_search_hits_nothing(
+    embed: Embed, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    server = embed(pd__follow="auto")
+    with worker_on(server, lookup_timeout_s=PATIENCE_S) as worker:
+        chain = worker.prompt(100)
+        worker.serve(chain, look=False)
+        context = server.server._server_context
+        client = RawClient(server.context, server.endpoint, worker.spec, "e2e")
+        message = client.lookup("load", list(chain.digests), follow_ms=1000)
+        name = "read_lookup" if where == "as it is read" else "follow_saves"
+        goes_on = getattr(lookups, name)
+
+        async def overtaken(*given: Any) -> Any:
+            deque(reset_engine(context, "e2e"))
+            await next_turn()
+            return await goes_on(*given)
+
+        for overtakes in (True, False):
+            with monkeypatch.context() as patch:
+                if overtakes:
+                    patch.setattr(lookups, name, overtaken)
+                client.say(message)
+                found = client.hear(wire.Found)
+            assert isinstance(found, wire.Found) and (found.tokens > 0) is not overtakes
+        client.close()

@@ -51,7 +51,7 @@ def asked(spec: ModelSpec, chunks: int) -> wire.Lookup:
 def searching(spec: ModelSpec, message: wire.Lookup) -> Iterator[None]:
     """Read and search a prompt, a turn at a time, as its lookup does."""
     digests = yield from codec.split_in_slices(message.digests, "r")
-    request = lookup_requests.LookupRequest(message, digests, hits.NO_BLOCKS)
+    request = lookup_requests.LookupRequest(message, digests, hits.NO_BLOCKS, 0)
     yield from search_prompt(MemoryPool(Memory(1 << 16)), spec, request)
 
 

@@ -124,7 +124,7 @@ def test_what_a_step_has_lost_is_told_few_ranges_at_a_time_before_its_end() -> N
 
 def test_the_digests_of_a_prompt_are_read_some_at_a_time() -> None:
     chunks = 4 * codec.DIGESTS_PER_SLICE
-    assert len(pieces(read_lookup(SPEC, asked(chunks)), lambda: None)) == 4
+    assert len(pieces(read_lookup(SPEC, asked(chunks), 0), lambda: None)) == 4
 
 
 def test_what_other_servers_are_to_be_asked_for_is_listed_some_at_a_time() -> None:

@@ -246,7 +246,7 @@ class Leases:
         What is still to come of a lease counts once it is pinned.
         """
         self._uncount_bytes(owner)
-        if key and self._held(owner):
+        if key and self.held(owner):
             lease = self._of_keys[owner] = _KeyLease(key, next(self._numbers), 0, planned)
             if not planned:
                 self._owners[lease.number] = owner

@@ -47,11 +47,15 @@ class Replaced(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LookupRequest:
-    """A checked lookup of a client."""
+    """A checked lookup of a client.
+
+    :param resets: how often its engine's weights had been replaced when the server began with it.
+    """
 
     message: wire.Lookup
     digests: list[bytes]
     blocks: BlockDigests
+    resets: int
 
 
 async def unreplaced(session: ClientSession, awaited: Awaitable[T]) -> T:
@@ -131,10 +135,14 @@ def _chunks_of(message: wire.Lookup) -> int:
     return len(message.digests) // DIGEST_BYTES
 
 
-async def read_lookup(spec: ModelSpec, message: wire.Lookup) -> LookupRequest:
-    """What a checked lookup asks for. One that waits keeps only its message meanwhile, and is read again afterwards."""
-    digests = await in_slices(codec.split_in_slices(message.digests, f"request {message.request!r}"))
-    return LookupRequest(message, digests, _blocks_of(message, spec))
+async def read_digests(message: wire.Lookup) -> list[bytes]:
+    """A lookup's chunks. One that waits keeps only its message meanwhile, and is read again afterwards."""
+    return await in_slices(codec.split_in_slices(message.digests, f"request {message.request!r}"))
+
+
+async def read_lookup(spec: ModelSpec, message: wire.Lookup, resets: int) -> LookupRequest:
+    """What a checked lookup asks for; `resets` as of :class:`LookupRequest`."""
+    return LookupRequest(message, await read_digests(message), _blocks_of(message, spec), resets)
 
 
 def search_prompt(view: LookupSource, spec: ModelSpec, asked: LookupRequest) -> Slices[HitLength]:
@@ -146,7 +154,7 @@ def search_prompt(view: LookupSource, spec: ModelSpec, asked: LookupRequest) -> 
 
 
 def check_lookup(session: ClientSession, message: wire.Lookup, limits: ServerSettings) -> ModelSpec:
-    """May the client ask for this? Its digests are not looked at one by one; see :func:`read_lookup`.
+    """May the client ask for this? Its digests are not looked at one by one; see :func:`read_digests`.
 
     :returns: the spec that it asks with.
     :raises ProtocolError: it cannot be asked so.

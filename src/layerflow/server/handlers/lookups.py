@@ -26,6 +26,7 @@ from layerflow.server.handlers.lookup_requests import (
     check_leases,
     check_lookup,
     count_pins,
+    read_digests,
     read_lookup,
     running,
     search_prompt,
@@ -68,7 +69,7 @@ class LookupHandler:
 
     async def look_up(self, session: ClientSession, message: wire.Lookup) -> None:
         """Answer it, now or once what it may wait for has come."""
-        limits = self._context.settings()
+        limits, resets = self._context.settings(), session.resets
         spec = check_lookup(session, message, limits)
         if not message.written_ms:
             check_leases(session, message.request, limits.max_leases)
@@ -76,11 +77,11 @@ class LookupHandler:
             if message.written_ms:
                 await self._written(session, message)
             elif message.handoff:
-                await self._follow(session, message, until_of(message, limits))
+                await self._follow(session, message, until_of(message, limits), resets)
             else:
                 saves = None
                 with running(session, spec, message):
-                    asked = await read_lookup(spec, message)
+                    asked = await read_lookup(spec, message, resets)
                     if message.follow_ms > 0 and self._context.pd().follow == "auto":
                         saves = await follow_saves(self._context, session, asked)
                 if saves is None:
@@ -97,7 +98,7 @@ class LookupHandler:
             why = REPLACED if message.handoff else ""
             self._context.send(session, wire.Found(message.id, 0, [], False, why))
 
-    async def _follow(self, session: ClientSession, message: wire.Lookup, until: float) -> None:
+    async def _follow(self, session: ClientSession, message: wire.Lookup, until: float, resets: int) -> None:
         """Answer with a hit of a hand-off, or of what is stored where none can be followed in time, or at all."""
         context, spec, peers = self._context, session.spec, self._context.peers
         assert spec is not None
@@ -105,7 +106,7 @@ class LookupHandler:
             answer = await ask_servers(context, session, message, until)
             found = 0 if isinstance(answer, str) else len(answer.found) * KEPT_KEY_BYTES
             with running(session, spec, message, found):
-                asked = await read_lookup(spec, message)
+                asked = await read_lookup(spec, message, resets)
             if isinstance(answer, str):
                 await self._look(session, asked, answer)
             else:
@@ -116,7 +117,7 @@ class LookupHandler:
             return
         handoff, why = await follow_handoff(context, session, message, until)
         with running(session, spec, message):
-            asked = await read_lookup(spec, message)
+            asked = await read_lookup(spec, message, resets)
         if why:
             await self._look(session, asked, why)
         else:
@@ -160,7 +161,7 @@ class LookupHandler:
             return
         writes: set[int] = set()
         with running(session, spec, message):
-            digests = (await read_lookup(spec, message)).digests
+            digests = await read_digests(message)
             digests = [*digests, message.tail] if message.tail else digests
             for start in range(0, len(digests), DIGESTS_PER_SLICE):
                 writes |= tier.writing(prompt_keys(spec, digests[start : start + DIGESTS_PER_SLICE]))
@@ -175,7 +176,7 @@ class LookupHandler:
                 await written.by(time.monotonic() + message.written_ms / 1e3, None)
             finally:
                 forget()
-            digests = (await read_lookup(spec, message)).digests
+            digests = await read_digests(message)
             prompt = digests, message.tokens, message.tail
             found = await ask_tier(context.pool, tier, spec, prompt, charge, direct=True)
         there = view_of_tier(None, tier, found)
@@ -279,7 +280,7 @@ class LookupHandler:
 
         :param kept: bytes of what `search` has been given.
         """
-        pool, resets, message, spec = self._context.pool, session.resets, asked.message, session.spec
+        pool, message, spec = self._context.pool, asked.message, session.spec
         assert spec is not None
         owner = _owner(session, message)
         try:
@@ -295,7 +296,7 @@ class LookupHandler:
                     # With a store behind the arena, the step that loads the hit brings back what leaves the arena now.
                     if self._context.sources is not None or pool.departures == before:
                         break
-            if session.resets != resets:
+            if session.resets != asked.resets:
                 raise Replaced
             # Nothing else runs before what is pinned counts as the plan's or the lease's.
             plan = self._plan(session, message, owner) if places else 0

@@ -10,7 +10,7 @@ from layerflow.keys import DIGEST_BYTES
 from layerflow.server.clients import ClientSession
 from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handlers.following import outlast
-from layerflow.server.handlers.lookup_requests import asking_bytes, read_lookup, unreplaced, waiting
+from layerflow.server.handlers.lookup_requests import asking_bytes, read_digests, unreplaced, waiting
 from layerflow.server.handoffs.handoff import HandoffRecord, HandoffStatus
 from layerflow.server.mailboxes import Answer, next_turn
 from layerflow.server.peers.attachment import PeerAttachment
@@ -107,7 +107,7 @@ async def _lacking(
     """
     spec, pool = session.spec, context.pool
     assert spec is not None
-    digests = (await read_lookup(spec, message)).digests
+    digests = await read_digests(message)
     digests = [*digests, message.tail] if message.tail else digests
     lacking: dict[bytes, None] = {}
     for start in range(0, len(digests), DIGESTS_PER_SLICE):
