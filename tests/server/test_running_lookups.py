@@ -6,7 +6,8 @@ import gc
 import itertools
 import os
 import tracemalloc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ from layerflow.server.handlers.lookup_requests import (
     asking_bytes,
     check_lookup,
     running,
+    running_on,
     search_prompt,
     waiting,
 )
@@ -141,7 +143,7 @@ def test_a_prompt_of_usual_length_is_looked_up_whatever_its_client_keeps() -> No
 
 def test_what_was_found_for_a_lookup_is_counted_and_refuses_it_no_more() -> None:
     session, message = client_of(SHARE), asked(SPEC, RUNNING_BYTES // 64)
-    with running(session, SPEC, message, SHARE):
+    with running_on(session, SPEC, message, SHARE):
         assert session.account.nbytes > SHARE + search_bytes(SPEC, RUNNING_BYTES // 64) > SHARE + RUNNING_BYTES
     assert not session.account.nbytes
 
@@ -216,6 +218,66 @@ def test_a_hit_whose_pins_do_not_fit_is_told_and_pins_nothing(embed: Embed, monk
     assert server.call(lambda: session.account.nbytes) == SHARE - left
     client.close()
     worker.agent.close()
+
+
+def fill(server: EmbeddedServer, client: RawClient) -> None:
+    """The client keeps all that it may."""
+
+    def charge() -> None:
+        session = server.server.sessions.get(client.number)
+        assert session is not None
+        share = server.server.settings.server.max_client_bytes
+        session.account.charge("all that it may keep", share - session.account.nbytes - ENTRY_BYTES)
+        with pytest.raises(Refused):
+            session.account.charge("more")
+
+    server.call(charge)
+
+
+@pytest.mark.parametrize("behind", ["nothing", "a store"])
+@pytest.mark.parametrize("kept_here", ["all", "a part"])
+def test_a_lookup_that_has_waited_for_a_hand_off_is_answered_whatever_its_client_keeps(
+    embed: Embed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, behind: str, kept_here: str
+) -> None:
+    monkeypatch.setattr(lookup_requests, "RUNNING_BYTES", 0)
+    more = {} if behind == "nothing" else {"pool__disk": {"path": str(tmp_path / "disk")}}
+    server = embed(**SMALL, **more, peers__learn=True)
+    clients = [RawClient(server.context, server.endpoint, SPEC) for _ in range(2)]
+    here = server.call(lambda: server.server.settings.server.endpoint)
+    servers = [] if kept_here == "all" else [here, "ipc:///nowhere/control"]
+    digests = [os.urandom(16) for _ in range(64)]
+    clients[0].say(clients[0].lookup("r", digests, handoff="h", follow_ms=60_000, servers=servers))
+    assert eventually(lambda: server.call(lambda: server.server.handoffs.statistics().announced) == 1)
+    fill(server, clients[0])
+    clients[1].say(wire.ReleaseHandoff("h"))
+    found = clients[0].hear(wire.Found)
+    assert isinstance(found, wire.Found) and found.reason and not found.tokens
+    for client in clients:
+        client.close()
+
+
+def test_a_lookup_that_has_waited_for_writes_is_answered_whatever_its_client_keeps(
+    embed: Embed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(lookup_requests, "RUNNING_BYTES", 0)
+    server = embed(**SMALL, pool__disk={"path": str(tmp_path / "tier")})
+    # One that has many shards is searched for longer than it is asked for.
+    client = RawClient(server.context, server.endpoint, small_spec(2, shard=Shard(0, 4), content="running"))
+    assert server.server.tier is not None
+    waiting_for: list[Callable[[], None]] = []
+
+    def when_written(_: object, told: Callable[[], None]) -> Callable[[], None]:
+        waiting_for.append(told)
+        return lambda: None
+
+    monkeypatch.setattr(server.server.tier, "when_written", when_written)
+    client.say(client.lookup("r", [os.urandom(16) for _ in range(64)], written_ms=60_000))
+    assert eventually(lambda: len(waiting_for) == 1)
+    fill(server, client)
+    server.call(waiting_for[0])
+    found = client.hear(wire.Found)
+    assert isinstance(found, wire.Found) and not found.tokens
+    client.close()
 
 
 def test_a_hit_of_more_keys_than_are_kept_leases_the_same_objects(monkeypatch: pytest.MonkeyPatch) -> None:

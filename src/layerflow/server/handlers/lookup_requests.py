@@ -37,8 +37,7 @@ A prompt of usual length is searched, and its hit told, for a client that may le
 """
 
 LOCATED_BYTES = 2 * PLACE.size
-"""What a lookup keeps of an object of its hit until it is answered where that lies, in bytes: places are joined at last.
-"""
+"""What a lookup keeps of an object of its hit until it is answered, in bytes: its place, twice as these are joined."""
 
 
 class Replaced(Exception):
@@ -99,36 +98,55 @@ def asking_bytes(message: wire.Lookup) -> int:
     return kept_bytes(message) + _chunks_of(message) * 2 * LISTED_BYTES
 
 
-def running(session: ClientSession, spec: ModelSpec, message: wire.Lookup, more: int = 0) -> Charge:
-    """Count what a lookup builds from here on until it is answered, or waits.
+def waiting_bytes(spec: ModelSpec, message: wire.Lookup) -> int:
+    """What a lookup that waits is charged for: what it keeps, and what is kept back for it.
 
-    :param more: bytes besides, of what has been found for it: they had to fit when they were found.
+    Whoever has waited is answered: what asking the pool behind the arena takes, or a search that has to fit, is counted
+    from then on in place of this.
+    """
+    searching = searching_bytes(spec, message)
+    return max(asking_bytes(message), searching if searching > RUNNING_BYTES else 0)
+
+
+def searching_bytes(spec: ModelSpec, message: wire.Lookup) -> int:
+    """What a lookup keeps while it searches for its hit."""
+    return kept_bytes(message) + search_bytes(spec, _chunks_of(message))
+
+
+def running(session: ClientSession, spec: ModelSpec, message: wire.Lookup) -> Charge:
+    """Count what a lookup that has come builds until it is answered, or waits.
+
     :raises Refused: its client may not make the server keep what a search for its hit takes.
     """
-    chunks = _chunks_of(message)
-    nbytes = kept_bytes(message) + search_bytes(spec, chunks)
-    what = f"request {message.request!r}: a lookup of {chunks} chunks"
-    charge = session.account.charge(what, nbytes, always=nbytes <= RUNNING_BYTES)
-    if more:
-        charge.resize(nbytes + more)
-    return charge
+    nbytes = searching_bytes(spec, message)
+    what = f"request {message.request!r}: a lookup of {_chunks_of(message)} chunks"
+    return session.account.charge(what, nbytes, always=nbytes <= RUNNING_BYTES)
+
+
+def running_on(session: ClientSession, spec: ModelSpec, message: wire.Lookup, more: int = 0) -> Charge:
+    """As :func:`running`, of a lookup that has run, or has waited: there is room, for it was counted before.
+
+    :param more: bytes besides, of what has been found for it: they had to fit when they were found.
+    """
+    return session.account.charge("", searching_bytes(spec, message) + more, always=True)
 
 
 def count_pins(
-    charge: Charge, message: wire.Lookup, pinned: int, located: int, lease: Charge | None, leased: int
+    charge: Charge, message: wire.Lookup, lease: tuple[Charge | None, int], *, pinned: int, located: int
 ) -> None:
     """Count what a lookup that runs pins of its hit, and where that lies.
 
-    :param charge: of :func:`running`, as it is without pins.
+    :param charge: of :func:`running_on`, as it is without pins.
+    :param lease: the charge of the lease that the request has, whose place these pins take next, and for how many
+        objects it is: only what is more has to fit.
     :param pinned: objects. :param located: objects whose places are kept, there or not.
-    :param lease: the charge of the lease that the request has, whose place these pins take next.
-    :param leased: objects of that lease: only what is more has to fit.
     :raises Refused: its client may not make the server keep that.
     """
     nbytes = pinned * PINNED_BYTES + located * LOCATED_BYTES
     always = charge.nbytes + nbytes <= RUNNING_BYTES
+    giver, leased = lease
     given = min(nbytes, leased * (PINNED_BYTES + LOCATED_BYTES))
-    charge.extend(f"request {message.request!r}: the pins of a hit", nbytes, always=always, giver=lease, given=given)
+    charge.extend(f"request {message.request!r}: the pins of a hit", nbytes, always=always, giver=giver, given=given)
 
 
 def _chunks_of(message: wire.Lookup) -> int:

@@ -22,17 +22,18 @@ from layerflow.server.handlers.forget import REPLACED
 from layerflow.server.handlers.lookup_requests import (
     LookupRequest,
     Replaced,
-    asking_bytes,
     check_leases,
     check_lookup,
     count_pins,
     read_digests,
     read_lookup,
     running,
+    running_on,
     search_prompt,
     unreplaced,
     until_of,
     waiting,
+    waiting_bytes,
 )
 from layerflow.server.handlers.remote import DIGESTS_PER_SLICE, ask_servers
 from layerflow.server.leases import PINNED_BYTES
@@ -103,9 +104,10 @@ class LookupHandler:
         context, spec, peers = self._context, session.spec, self._context.peers
         assert spec is not None
         if any(peers is None or not peers.is_own(each) for each in message.servers):
+            running(session, spec, message).release()  # where no server can be asked it does not wait
             answer = await ask_servers(context, session, message, until)
             found = 0 if isinstance(answer, str) else len(answer.found) * KEPT_KEY_BYTES
-            with running(session, spec, message, found):
+            with running_on(session, spec, message, found):
                 asked = await read_lookup(spec, message, resets)
             if isinstance(answer, str):
                 await self._look(session, asked, answer)
@@ -116,7 +118,7 @@ class LookupHandler:
                 )
             return
         handoff, why = await follow_handoff(context, session, message, until)
-        with running(session, spec, message):
+        with running_on(session, spec, message):
             asked = await read_lookup(spec, message, resets)
         if why:
             await self._look(session, asked, why)
@@ -143,7 +145,7 @@ class LookupHandler:
         behind = context.sources.tier if direct else context.sources
         assert behind is not None
         prompt = asked.digests, message.tokens, message.tail
-        with session.account.charge(waiting(message), asking_bytes(message)) as charge:
+        with session.account.charge(waiting(message), waiting_bytes(spec, message)) as charge:
             question = ask_tier(context.pool, behind, spec, prompt, charge, blocks=asked.blocks, direct=direct)
             found = await unreplaced(session, question)
         if message.compute_ms:
@@ -167,8 +169,8 @@ class LookupHandler:
                 writes |= tier.writing(prompt_keys(spec, digests[start : start + DIGESTS_PER_SLICE]))
                 await next_turn()
             del digests  # read again behind the wait
-        # What asking the tier takes is kept back meanwhile: whoever has waited long is asked for.
-        with session.account.charge(waiting(message), asking_bytes(message) + len(writes) * KEPT_WRITE_BYTES) as charge:
+        waits = waiting_bytes(spec, message) + len(writes) * KEPT_WRITE_BYTES
+        with session.account.charge(waiting(message), waits) as charge:
             written = Answer[None](charge)
             forget = tier.when_written(writes, functools.partial(written.tell, None))
             del writes
@@ -181,7 +183,7 @@ class LookupHandler:
             found = await ask_tier(context.pool, tier, spec, prompt, charge, direct=True)
         there = view_of_tier(None, tier, found)
         search = search_hit(there, spec, message.root, digests, message.tokens, tail_digest=message.tail)
-        with running(session, spec, message, len(found) * KEPT_KEY_BYTES):
+        with running_on(session, spec, message, len(found) * KEPT_KEY_BYTES):
             hit = await in_slices(search)
         context.send(session, _found(message.id, hit))
 
@@ -214,7 +216,7 @@ class LookupHandler:
         if covering is not None:
             there = view_of_tier(pool, sources, found, covering=covering)
             above = lookup.root, asked.digests
-            with running(session, spec, lookup, kept):
+            with running_on(session, spec, lookup, kept):
                 hit = await in_slices(search_prompt(there, spec, asked))
                 pieces = await in_slices(
                     bring_pieces(
@@ -235,7 +237,7 @@ class LookupHandler:
             lease_until = lookup.lease_ms / 1e3 + (time.monotonic() if until is None else until)
             check_leases(session, lookup.request, self._context.settings().max_leases)
             incoming, owner = self._context.driver.incoming, _owner(session, lookup)
-            waits = asking_bytes(lookup) + len(pieces) * (KEPT_KEY_BYTES + PINNED_BYTES)
+            waits = waiting_bytes(spec, lookup) + len(pieces) * (KEPT_KEY_BYTES + PINNED_BYTES)
             with session.account.charge(waiting(lookup), waits) as charge:
                 charge.resize(waits + kept)
                 incoming.lease(pieces, owner, lease_until)
@@ -284,7 +286,7 @@ class LookupHandler:
         assert spec is not None
         owner = _owner(session, message)
         try:
-            with running(session, spec, message, kept) as charge:
+            with running_on(session, spec, message, kept) as charge:
                 searching = charge.nbytes - ENTRY_BYTES
                 for _ in range(MOST_SEARCHES):
                     before = pool.departures
@@ -348,7 +350,8 @@ class LookupHandler:
                     self._context.driver.incoming.lease(keys, owner, until)
                 charge.resize(searching)
                 try:
-                    count_pins(charge, message, leases.held(owner), located, *leases.charged(session, message.request))
+                    lease = leases.charged(session, message.request)
+                    count_pins(charge, message, lease, pinned=leases.held(owner), located=located)
                 except Refused as refused:
                     self._not_leased(session, refused)
                     leases.end(owner)

@@ -16,6 +16,7 @@ from layerflow.server.mailboxes import Answer, next_turn
 from layerflow.server.peers.attachment import PeerAttachment
 from layerflow.server.peers.questions import PeerAnswer
 from layerflow.server.search import KEPT_KEY_BYTES, prompt_keys, with_overlapping_keys
+from layerflow.spec import ModelSpec
 from layerflow.wire import messages as wire
 
 DIGESTS_PER_SLICE = 64
@@ -39,6 +40,7 @@ async def ask_servers(
         if handoff.status is not HandoffStatus.COMPLETE:
             return handoff.story()
         servers = _servers(context, message)  # one that nobody had asked for meanwhile may have been left
+        return await _ask(context, session, message, servers, until, waited=True)
     return await _ask(context, session, message, servers, until)
 
 
@@ -56,7 +58,10 @@ async def _part_here(
     context: ServerContext, session: ClientSession, message: wire.Lookup, until: float
 ) -> HandoffRecord:
     """This server's part of the hand-off, claimed once it is complete; or as it is at its end, or at `until`."""
-    handoff = await outlast(context, session, message, _is_coming, until)
+    spec = session.spec
+    assert spec is not None
+    nbytes = _asking_bytes(spec, message)
+    handoff = await outlast(context, session, message, _is_coming, until, nbytes=nbytes)
     if handoff.status is HandoffStatus.COMPLETE:
         context.handoffs.claim(handoff, time.monotonic(), message.lease_ms / 1e3)
     return handoff
@@ -72,17 +77,20 @@ async def _ask(
     message: wire.Lookup,
     servers: Sequence[PeerAttachment],
     until: float,
+    *,
+    waited: bool = False,
 ) -> PeerAnswer:
     """What these lend of it. They are asked again where the engine's workers run in a size that was unknown before.
 
     Between the questions the keys are kept that were asked for, and not the prompt.
+
+    :param waited: it has been counted in full while it waited for the part that is kept here.
     """
     spec, peers = session.spec, context.peers
     assert spec is not None and peers is not None and peers.reading is not None
     asked: set[bytes] = set()
     answer: PeerAnswer | None = None
-    most = (len(message.digests) // DIGEST_BYTES) * len(spec.groups) * len(spec.shard.peers())
-    with session.account.charge(waiting(message), asking_bytes(message) + most * KEPT_KEY_BYTES) as charge:
+    with session.account.charge(waiting(message), _asking_bytes(spec, message), always=waited) as charge:
         while (more := await _lacking(context, session, message, asked)) or answer is None:
             asked.update(more)
             told = Answer[PeerAnswer](charge)
@@ -96,6 +104,12 @@ async def _ask(
     if not (answer.found or answer.reason) and (why := peers.reading.difference(servers, spec.name)):
         return PeerAnswer(frozenset(), reason=f"cannot be read by this engine: {why}")
     return answer
+
+
+def _asking_bytes(spec: ModelSpec, message: wire.Lookup) -> int:
+    """What a lookup keeps that asks other servers for its prompt; its search behind that takes less."""
+    most = (len(message.digests) // DIGEST_BYTES) * len(spec.groups) * len(spec.shard.peers())
+    return asking_bytes(message) + most * KEPT_KEY_BYTES
 
 
 async def _lacking(
