@@ -170,10 +170,8 @@ def _bounded(most: int) -> type[asyncio.Protocol]:
             self._grace_s = BODY_GRACE_S  #: of the connection, that its bodies may be behind
             self._late_at = 0.0  #: the body that is coming, unless more of it comes
             self._origin = b""
-            self._pipelined = (
-                False  #: some of its next request was there when one was answered: it is never without one
-            )
-            self._waits_since = 0.0  #: an answer, while writing is paused
+            self._pipelined = False  #: its next request had begun when one was answered: it is never without one
+            self._waits_since = 0.0  #: an answer, for its client to take as fast as that is asked from here on
             self._untaken = 0  #: bytes of it by then
 
         def connection_made(self, transport: Any) -> None:
@@ -211,7 +209,7 @@ def _bounded(most: int) -> type[asyncio.Protocol]:
             if self._busy and self.cycle.more_body:
                 return _Claim.SLOW_BODY if now > self._late_at else _Claim.FAIR
             if self._busy or self._is_taking:
-                if (self.flow.write_paused or self._is_taking) and now > self._takes_until():
+                if (self.flow.write_paused or self._is_taking) and self._takes_too_slowly(now):
                     return _Claim.SLOW_ANSWER
                 return _Claim.FAIR if self._pipelined else _Claim.WHOLE
             if self._head_timer is None:  # nor is the first one awaited
@@ -225,9 +223,15 @@ def _bounded(most: int) -> type[asyncio.Protocol]:
                 self.cycle is not None and self.cycle.response_complete and self.transport.get_write_buffer_size()
             )
 
-        def _takes_until(self) -> float:
-            """When an answer that waits is late, unless its client takes more of it."""
-            return self._waits_since + HEAD_S + (self._untaken - self._left_to_take()) / SLOWEST_BODY
+        def _takes_too_slowly(self, now: float) -> bool:
+            """Is an answer that waits late?"""
+            left = self._left_to_take()
+            taken = self._untaken - left
+            if now > self._waits_since + HEAD_S + taken / SLOWEST_BODY:
+                return True
+            if taken >= (now - self._waits_since) * SLOWEST_BODY:
+                self._waits_since, self._untaken = now, left  # what its own system has taken at once buys no minutes
+            return False
 
         def _left_to_take(self) -> int:
             """Bytes that its client has not taken.
