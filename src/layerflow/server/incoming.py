@@ -6,7 +6,6 @@ know: which objects they are, where they have room in the arena, whose that is, 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -135,8 +134,11 @@ class IncomingObjects:
         self._leased: dict[Owner, dict[IncomingJob, None]] = {}  # what each owner has leased something of
         self.owner_listener: Callable[[Owner], None] | None = None  #: hears of each owner that has leased nothing more
         #: pins what has come for an owner that has leased it, as far as leases may, until then
-        self.pin_leased: Callable[[Sequence[bytes], Owner, float], object] = functools.partial(pool.hold, lease=True)
+        self.pin_leased: Callable[[Sequence[bytes], Owner, float], object] = self._pin_leased
         self._waiters: Waiters[bytes] = Waiters()  # for objects on their way
+
+    def _pin_leased(self, keys: Sequence[bytes], owner: Owner, until: float) -> object:
+        return self.pool.hold(keys, owner, until, lease=True)
 
     def add(self, job: IncomingJob, room: Iterable[tuple[int, int]]) -> None:
         """Begin a job.
