@@ -119,7 +119,7 @@ async def test_a_question_that_a_worker_never_answers_is_forgotten(monkeypatch: 
 def test_lookups_that_wait_are_counted_by_what_they_keep(embed: Embed, client_of: Clients, waits_for: str) -> None:
     server = embed(**SMALL, peers__learn=True, pd__handoff_lease_s=60)
     hostile, other = client_of(server), client_of(server)
-    digests = [os.urandom(16) for _ in range(2048)]
+    digests = [os.urandom(16) for _ in range(4096)]
     servers = ["ipc:///nowhere/control"] if waits_for == "servers" else []
     if servers:  # its own address too: the part that this server keeps is waited for
         servers.append(server.call(lambda: server.server.settings.server.endpoint))

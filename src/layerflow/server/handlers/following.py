@@ -11,7 +11,7 @@ from layerflow.hits import HitLength
 from layerflow.keys import covered_by
 from layerflow.pool.base import Pool
 from layerflow.server.handlers.context import ServerContext
-from layerflow.server.handlers.lookup_requests import LookupRequest, search_prompt, unreplaced, waiting, waiting_bytes
+from layerflow.server.handlers.lookup_requests import LookupRequest, kept_bytes, search_prompt, unreplaced, waiting
 from layerflow.server.handoffs.handoff import HandoffRecord, HandoffStatus, model_mismatch
 from layerflow.server.mailboxes import in_slices
 from layerflow.server.search import LookupView
@@ -57,16 +57,13 @@ async def outlast(
     message: wire.Lookup,
     pending: Callable[[HandoffRecord], bool],
     until: float,
-    *,
-    nbytes: int,
 ) -> HandoffRecord:
     """A lookup's hand-off once it is not `pending` any more; or as it is at `until`.
 
-    :param nbytes: what the lookup keeps, and what is kept back for what follows.
     :raises Replaced: the engine's weights were replaced meanwhile, at its next state at the latest.
     """
     resets = session.resets
-    charge = functools.partial(session.account.charge, waiting(message), nbytes)
+    charge = functools.partial(session.account.charge, waiting(message), kept_bytes(message))
     handoff = context.handoffs.outlast(
         message.handoff, lambda handoff: session.resets == resets and pending(handoff), until, charge
     )
@@ -88,7 +85,7 @@ async def follow_handoff(
             handoff.status is HandoffStatus.OPEN and not _mismatch(spec, handoff) and not _can_follow(spec, handoff)
         )
 
-    handoff = await outlast(context, session, message, pending, until, nbytes=waiting_bytes(spec, message))
+    handoff = await outlast(context, session, message, pending, until)
     if pending(handoff):
         return handoff, f"{handoff.status.value} and not readable in time"
     if why := _mismatch(spec, handoff):

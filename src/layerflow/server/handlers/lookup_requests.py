@@ -98,16 +98,6 @@ def asking_bytes(message: wire.Lookup) -> int:
     return kept_bytes(message) + _chunks_of(message) * 2 * LISTED_BYTES
 
 
-def waiting_bytes(spec: ModelSpec, message: wire.Lookup) -> int:
-    """What a lookup that waits is charged for: what it keeps, and what is kept back for it.
-
-    Whoever has waited is answered: what asking the pool behind the arena takes, or a search that has to fit, is counted
-    from then on in place of this.
-    """
-    searching = searching_bytes(spec, message)
-    return max(asking_bytes(message), searching if searching > RUNNING_BYTES else 0)
-
-
 def searching_bytes(spec: ModelSpec, message: wire.Lookup) -> int:
     """What a lookup keeps while it searches for its hit."""
     return kept_bytes(message) + search_bytes(spec, _chunks_of(message))
@@ -124,7 +114,9 @@ def running(session: ClientSession, spec: ModelSpec, message: wire.Lookup) -> Ch
 
 
 def running_on(session: ClientSession, spec: ModelSpec, message: wire.Lookup, more: int = 0) -> Charge:
-    """As :func:`running`, of a lookup that has run, or has waited: there is room, for it was counted before.
+    """As :func:`running`, of a lookup that has run, or has waited: it is answered.
+
+    One of a client runs at a time, so that what its share does not hold is one search.
 
     :param more: bytes besides, of what has been found for it: they had to fit when they were found.
     """

@@ -22,6 +22,7 @@ from layerflow.server.handlers.forget import REPLACED
 from layerflow.server.handlers.lookup_requests import (
     LookupRequest,
     Replaced,
+    asking_bytes,
     check_leases,
     check_lookup,
     count_pins,
@@ -33,7 +34,6 @@ from layerflow.server.handlers.lookup_requests import (
     unreplaced,
     until_of,
     waiting,
-    waiting_bytes,
 )
 from layerflow.server.handlers.remote import DIGESTS_PER_SLICE, ask_servers
 from layerflow.server.leases import PINNED_BYTES
@@ -130,7 +130,7 @@ class LookupHandler:
     async def _look(self, session: ClientSession, asked: LookupRequest, reason: str = "") -> None:
         """Answer with what is stored.
 
-        :param reason: why the hand-off that was asked for is not followed.
+        :param reason: why the hand-off that was asked for is not followed. It was waited for.
         """
         context, message, spec = self._context, asked.message, session.spec
         assert spec is not None
@@ -145,7 +145,7 @@ class LookupHandler:
         behind = context.sources.tier if direct else context.sources
         assert behind is not None
         prompt = asked.digests, message.tokens, message.tail
-        with session.account.charge(waiting(message), waiting_bytes(spec, message)) as charge:
+        with session.account.charge(waiting(message), asking_bytes(message), always=bool(reason)) as charge:
             question = ask_tier(context.pool, behind, spec, prompt, charge, blocks=asked.blocks, direct=direct)
             found = await unreplaced(session, question)
         if message.compute_ms:
@@ -169,7 +169,7 @@ class LookupHandler:
                 writes |= tier.writing(prompt_keys(spec, digests[start : start + DIGESTS_PER_SLICE]))
                 await next_turn()
             del digests  # read again behind the wait
-        waits = waiting_bytes(spec, message) + len(writes) * KEPT_WRITE_BYTES
+        waits = asking_bytes(message) + len(writes) * KEPT_WRITE_BYTES
         with session.account.charge(waiting(message), waits) as charge:
             written = Answer[None](charge)
             forget = tier.when_written(writes, functools.partial(written.tell, None))
@@ -237,7 +237,7 @@ class LookupHandler:
             lease_until = lookup.lease_ms / 1e3 + (time.monotonic() if until is None else until)
             check_leases(session, lookup.request, self._context.settings().max_leases)
             incoming, owner = self._context.driver.incoming, _owner(session, lookup)
-            waits = waiting_bytes(spec, lookup) + len(pieces) * (KEPT_KEY_BYTES + PINNED_BYTES)
+            waits = asking_bytes(lookup) + len(pieces) * (KEPT_KEY_BYTES + PINNED_BYTES)
             with session.account.charge(waiting(lookup), waits) as charge:
                 charge.resize(waits + kept)
                 incoming.lease(pieces, owner, lease_until)

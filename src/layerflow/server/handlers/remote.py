@@ -58,10 +58,7 @@ async def _part_here(
     context: ServerContext, session: ClientSession, message: wire.Lookup, until: float
 ) -> HandoffRecord:
     """This server's part of the hand-off, claimed once it is complete; or as it is at its end, or at `until`."""
-    spec = session.spec
-    assert spec is not None
-    nbytes = _asking_bytes(spec, message)
-    handoff = await outlast(context, session, message, _is_coming, until, nbytes=nbytes)
+    handoff = await outlast(context, session, message, _is_coming, until)
     if handoff.status is HandoffStatus.COMPLETE:
         context.handoffs.claim(handoff, time.monotonic(), message.lease_ms / 1e3)
     return handoff
@@ -84,7 +81,7 @@ async def _ask(
 
     Between the questions the keys are kept that were asked for, and not the prompt.
 
-    :param waited: it has been counted in full while it waited for the part that is kept here.
+    :param waited: it has waited for the part that is kept here.
     """
     spec, peers = session.spec, context.peers
     assert spec is not None and peers is not None and peers.reading is not None
