@@ -459,18 +459,22 @@ class TestNews:
     @pytest.mark.parametrize(
         ("siblings", "told", "waits"),
         [
-            (("AscendStoreConnector",), False, True),
-            (("NixlConnector",), False, False),
+            (("OffloadingConnector",), None, True),
+            (("OffloadingConnector",), False, False),
+            (("OffloadingConnector",), True, True),
+            (("NixlConnector",), None, False),
             (None, None, False),
-            (("NixlConnector",), True, True),
         ],
-        ids=["may load", "in the background", "alone", "does load"],
     )
+    @pytest.mark.parametrize("tells", [True, False])
     def test_saves_wait_for_the_outputs_of_steps_in_which_another_connector_may_load(
-        self, siblings: tuple[str, ...] | None, told: bool | None, waits: bool
+        self, siblings: tuple[str, ...] | None, told: bool | None, waits: bool, tells: bool
     ) -> None:
         """Not each of vLLM-Ascend's schedulers tells."""
         house = House(siblings=siblings)
+        if not tells:
+            house.side._tells_loads = False
+            waits = siblings == ("OffloadingConnector",)
         house.arrive(hit=MISS)
         step = output({"r": 150}, new=[("r", house.tables, 0)])
         if told is not None:

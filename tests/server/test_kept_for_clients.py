@@ -428,7 +428,7 @@ def test_a_flood_of_what_ends_something_ends_its_client_alone(client_of: Clients
         for _ in range(2 * OVERDRAFT * SHARE // nbytes):
             hostile.say(flood)
         door = server.server._doors["local"]
-        assert eventually(lambda: server.call(lambda: door.statistics().hung_up_on) == 1)
+        assert eventually(lambda: server.call(lambda: door.statistics().hung_up_on) >= 1), "and when it comes again"
         assert busy.account.nbytes <= OVERDRAFT * SHARE + nbytes + ENTRY_BYTES
         other.beat()
         assert server.call(lambda: server.server.sessions.get(hostile.number)) is not None

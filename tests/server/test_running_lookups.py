@@ -234,19 +234,14 @@ def fill(server: EmbeddedServer, client: RawClient) -> None:
     server.call(charge)
 
 
-@pytest.mark.parametrize("behind", ["nothing", "a store"])
-@pytest.mark.parametrize("kept_here", ["all", "a part"])
 def test_a_lookup_that_has_waited_for_a_hand_off_is_answered_whatever_its_client_keeps(
-    embed: Embed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, behind: str, kept_here: str
+    embed: Embed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lookup_requests, "RUNNING_BYTES", 0)
-    more = {} if behind == "nothing" else {"pool__disk": {"path": str(tmp_path / "disk")}}
-    server = embed(**SMALL, **more, peers__learn=True)
+    server = embed(**SMALL)
     clients = [RawClient(server.context, server.endpoint, SPEC) for _ in range(2)]
-    here = server.call(lambda: server.server.settings.server.endpoint)
-    servers = [] if kept_here == "all" else [here, "ipc:///nowhere/control"]
     digests = [os.urandom(16) for _ in range(64)]
-    clients[0].say(clients[0].lookup("r", digests, handoff="h", follow_ms=60_000, servers=servers))
+    clients[0].say(clients[0].lookup("r", digests, handoff="h", follow_ms=60_000))
     assert eventually(lambda: server.call(lambda: server.server.handoffs.statistics().announced) == 1)
     fill(server, clients[0])
     clients[1].say(wire.ReleaseHandoff("h"))

@@ -159,6 +159,7 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 keys=RequestKeys(Adapters(keyed_by_path=release(vllm.__version__) >= (0, 32))),
                 reuses=not self._obstacle,
                 num_blocks=kv_cache_config.num_blocks,
+                tells_loads=vllm_config.device_config.device_type != "npu",  # some of vLLM-Ascend's say "no" always
                 handoffs=HandoffSide(
                     self.options.pd,
                     transfer.engine_id,

@@ -130,7 +130,7 @@ class LookupHandler:
     async def _look(self, session: ClientSession, asked: LookupRequest, reason: str = "") -> None:
         """Answer with what is stored.
 
-        :param reason: why the hand-off that was asked for is not followed. It was waited for.
+        :param reason: why the hand-off that was asked for is not followed.
         """
         context, message, spec = self._context, asked.message, session.spec
         assert spec is not None
@@ -145,7 +145,7 @@ class LookupHandler:
         behind = context.sources.tier if direct else context.sources
         assert behind is not None
         prompt = asked.digests, message.tokens, message.tail
-        with session.account.charge(waiting(message), asking_bytes(message), always=bool(reason)) as charge:
+        with session.account.charge(waiting(message), asking_bytes(message)) as charge:
             question = ask_tier(context.pool, behind, spec, prompt, charge, blocks=asked.blocks, direct=direct)
             found = await unreplaced(session, question)
         if message.compute_ms:

@@ -40,7 +40,6 @@ async def ask_servers(
         if handoff.status is not HandoffStatus.COMPLETE:
             return handoff.story()
         servers = _servers(context, message)  # one that nobody had asked for meanwhile may have been left
-        return await _ask(context, session, message, servers, until, waited=True)
     return await _ask(context, session, message, servers, until)
 
 
@@ -74,20 +73,16 @@ async def _ask(
     message: wire.Lookup,
     servers: Sequence[PeerAttachment],
     until: float,
-    *,
-    waited: bool = False,
 ) -> PeerAnswer:
     """What these lend of it. They are asked again where the engine's workers run in a size that was unknown before.
 
     Between the questions the keys are kept that were asked for, and not the prompt.
-
-    :param waited: it has waited for the part that is kept here.
     """
     spec, peers = session.spec, context.peers
     assert spec is not None and peers is not None and peers.reading is not None
     asked: set[bytes] = set()
     answer: PeerAnswer | None = None
-    with session.account.charge(waiting(message), _asking_bytes(spec, message), always=waited) as charge:
+    with session.account.charge(waiting(message), _asking_bytes(spec, message)) as charge:
         while (more := await _lacking(context, session, message, asked)) or answer is None:
             asked.update(more)
             told = Answer[PeerAnswer](charge)

@@ -86,6 +86,7 @@ class SchedulerSide:
     :param handoffs: between prefill and decode engines.
     :param keeps_reports: see :class:`.loads.StepLoads`.
     :param num_blocks: of vLLM's cache.
+    :param tells_loads: its scheduler says of each step whether a connector loads in it, if this vLLM's does at all.
     :param drains_holders: vLLM lets requests run first that hold blocks for their loaded prompt.
     """
 
@@ -106,9 +107,11 @@ class SchedulerSide:
         drains_holders: bool = True,
         keeps_reports: bool = True,
         num_blocks: int = 0,
+        tells_loads: bool = True,
     ) -> None:
         self.options = options
         self._num_blocks = num_blocks
+        self._tells_loads = tells_loads
         self.events = events
         self._engine_id = engine_id
         self._name = name
@@ -332,7 +335,7 @@ class SchedulerSide:
         plan = self._plan(output)
         if self._unplanned and self._saves is not None:  # what the step overwrites may be any block
             plan.fresh, self._unplanned = self._saves.every_block(), False
-            plan.prepared = self._saves.prepared(output, plan.fresh)
+            plan.prepared = plan.fresh[0] if plan.fresh else ()
         plan.step = self.own_cache.step
         plan.replaced, self._replaced = self._replaced, False
         plan.unkept = self._unkept(plan)
@@ -610,10 +613,9 @@ class SchedulerSide:
         if self._saves is None:
             return
         unkept = any(not load.background for load in plan.unkept.values())
-        # Another connector's failures are not told to these workers. Whether one loads in this step is told by
-        # vLLM's own scheduler alone, from 0.29 on.
-        loads = bool(plan.loads or plan.tails or unkept or self._shares_steps)
-        loads |= getattr(output, "has_sync_kv_loads", False)
+        # Another connector's failures are not told to these workers; that one loads in a step is, from vLLM 0.29 on.
+        told = getattr(output, "has_sync_kv_loads", None) if self._tells_loads else None
+        loads = bool(plan.loads or plan.tails or unkept or (self._shares_steps if told is None else told))
         plan.depends_on_load = self._verdicts.concerns(loads=loads, saves=bool(plan.saves))
         if plan.depends_on_load:
             self._verdicts.planned(self._saves.number(plan), loads=loads, saves=bool(plan.saves))
