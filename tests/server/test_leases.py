@@ -431,6 +431,15 @@ class Shared(World):
         self.pool._lease_share = (ROOM + 0.5) * self.nbytes / self.pool.statistics().capacity_bytes
         self.mine = self.client("mine")
 
+    def begin_look(self, eighth: int) -> Iterator[object]:
+        """A lookup of this machine's as of :meth:`ask`, whose first slice has run: the others."""
+        digests = self.digests
+        self.digests = digests[eighth * 8 : eighth * 8 + 8]
+        slices = self.look(self.mine, f"r{eighth}")
+        next(slices)
+        self.digests = digests
+        return slices
+
     def remote(self, key: str) -> ClientSession:
         return self.client(key, f"e@{key}", Rights(frozenset({Role.LOOK}), (), key))
 
@@ -476,11 +485,7 @@ def test_room_that_a_lease_has_made_is_not_for_its_key() -> None:
     world = Shared()
     remote = world.remote("k")
     assert [world.ask(remote, eighth) for eighth in range(4)] == [8] * 4
-    digests = world.digests
-    world.digests = digests[32:40]
-    its = world.look(world.mine, "r4")
-    next(its)
-    world.digests = digests
+    its = world.begin_look(4)
     assert world.held(remote) == 24
     assert world.ask(remote, 0) == 0
     deque(its)
@@ -583,11 +588,7 @@ def test_what_comes_for_a_key_takes_no_room_that_was_made_by_it() -> None:
     remote = world.remote("k")
     come = bring(world, remote, "r4")
     assert [world.ask(remote, eighth) for eighth in range(4)] == [8] * 4
-    digests = world.digests
-    world.digests = digests[32:40]
-    its = world.look(world.mine, "r4")
-    next(its)
-    world.digests = digests
+    its = world.begin_look(4)
     come()
     assert world.held(remote) == 24
     deque(its)

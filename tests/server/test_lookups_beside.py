@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +38,18 @@ def connect(server: EmbeddedServer, worker: KnownWorker) -> Lookups:
     return Lookups(server.endpoint, "e2e", worker.spec, context=server.context, timeout_s=PATIENCE_S)
 
 
+@contextmanager
+def stored_for(server: EmbeddedServer) -> Iterator[tuple[KnownWorker, Chain, list[Lookups]]]:
+    """A worker that has stored a prompt, and clients of its engine."""
+    with ExitStack() as stack:
+        worker = stack.enter_context(worker_on(server, lookup_timeout_s=PATIENCE_S))
+        chain = worker.prompt(100)
+        worker.serve(chain, look=False)
+        clients = [stack.enter_context(closing(connect(server, worker))) for _ in range(CLIENTS)]
+        assert all(client.wait_connected(PATIENCE_S) for client in clients)
+        yield worker, chain, clients
+
+
 def ask_together(server: EmbeddedServer, clients: list[Lookups], request: str, chain: Chain) -> list[Hit]:
     """All are waiting before the server reads the first."""
     go_on, stands = threading.Event(), threading.Event()
@@ -51,12 +64,7 @@ def ask_together(server: EmbeddedServer, clients: list[Lookups], request: str, c
 
 
 def test_ranks_that_ask_for_one_request_have_a_plan_each(server: EmbeddedServer) -> None:
-    with ExitStack() as stack:
-        worker = stack.enter_context(worker_on(server, lookup_timeout_s=PATIENCE_S))
-        chain = worker.prompt(100)
-        worker.serve(chain, look=False)
-        clients = [stack.enter_context(closing(connect(server, worker))) for _ in range(CLIENTS)]
-        assert all(client.wait_connected(PATIENCE_S) for client in clients)
+    with stored_for(server) as (worker, chain, clients):
         hits = ask_together(server, clients, "load", chain)
         assert [hit.plan is not None and hit.tokens > 0 for hit in hits] == [True] * CLIENTS
         for client, hit in zip(clients, hits, strict=True):
@@ -94,12 +102,7 @@ def test_what_a_reset_overtakes_hits_nothing(server: EmbeddedServer, monkeypatch
 
 def test_a_reset_whose_client_goes_ends_all_the_same(server: EmbeddedServer) -> None:
     """What it ends was told other clients of the engine, too."""
-    with ExitStack() as stack:
-        worker = stack.enter_context(worker_on(server, lookup_timeout_s=PATIENCE_S))
-        chain = worker.prompt(100)
-        worker.serve(chain, look=False)
-        clients = [stack.enter_context(closing(connect(server, worker))) for _ in range(CLIENTS)]
-        assert all(client.wait_connected(PATIENCE_S) for client in clients)
+    with stored_for(server) as (_, chain, clients):
         assert all(hit.plan is not None for hit in ask_together(server, clients, "load", chain))
 
         def reset_and_go() -> None:

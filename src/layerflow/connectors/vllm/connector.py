@@ -82,10 +82,10 @@ _WORKER_HOOKS = (
 _TransferResults = getattr(base, "KVConnectorTransferResults", None)
 
 
-_SINCE_ARRIVAL = (0, 30)
-SHORTENS_LATE = {"MooncakeLayerwiseConnector": None} | dict.fromkeys(
-    ("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector"), _SINCE_ARRIVAL
-)
+SHORTENS_LATE = {
+    "MooncakeLayerwiseConnector": None, "MooncakeConnector": (0, 30),
+    "NixlConnector": (0, 30), "NixlPullConnector": (0, 30), "NixlPushConnector": (0, 30),
+}  # fmt: skip
 """Connectors that take the last token off prompts of models with recurrent state when vLLM asks them for a hit, and
 it asks those before them first; the vLLM from which on they do it when a prompt arrives."""
 
